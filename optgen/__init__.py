@@ -4,6 +4,7 @@
     optgen.cast_model(model, torch.bfloat16)                 a 16-bit model for it
     optgen.StableEmbedding(...)                              an embedding whose optimizer states stay in fp32
     optgen.keep_states_fp32(module)                          the same for any module
+    optgen.attention_heads(model.named_parameters(), 32)     blocks for Adam-mini
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
 
 `import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
@@ -11,7 +12,8 @@
 
 __version__ = "0.1.0"
 __all__ = [
-    "StableEmbedding", "__version__", "cast_model", "compile", "keep_states_fp32", "load_checkpoint", "save_checkpoint",
+    "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "load_checkpoint",
+    "save_checkpoint",
 ]  # fmt: skip
 
 
@@ -33,6 +35,10 @@ def __getattr__(name: str) -> object:
         from optgen.runtime.marks import keep_states_fp32
 
         return keep_states_fp32
+    if name == "attention_heads":
+        from optgen.runtime.blocks import attention_heads
+
+        return attention_heads
     if name in ("load_checkpoint", "save_checkpoint"):
         from optgen.runtime import files
 

@@ -1,10 +1,10 @@
-"""Adam-mini: AdamW with one second moment per row of a matrix, and per tensor elsewhere."""
+"""Adam-mini: AdamW with one second moment per block of a matrix (a row, a head), and per tensor elsewhere."""
 
 from optgen.lang import hyper, mean, nonneg, optimizer, row, row_mean, shape_flag, sqrt, state, tensor_state
 from optgen.lang.policies import decoupled
 
 
-@optimizer(cite="Zhang et al. 2024, arXiv:2406.16793", name="AdamMini", matrix="first")
+@optimizer(cite="Zhang et al. 2024, arXiv:2406.16793", name="AdamMini", matrix="blocks")
 def adam_mini(
     p, g, t,
     m=state(),
@@ -19,7 +19,8 @@ def adam_mini(
 ):
     """AdamW whose second moment is that of a block's mean square: of an output neuron, or of a whole tensor.
 
-    Blocks that go by a parameter's role (the heads of queries and keys) are not known from its shape: rows are finer.
+    blocks={"*.q_proj.weight": heads, "*.k_proj.weight": heads} makes it one of an attention head; see
+    optgen.attention_heads.
     """
     beta1, beta2 = betas
     p = decoupled(p, lr, weight_decay)

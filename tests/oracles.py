@@ -9,10 +9,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import dadaptation
 import numpy as np
-import pytest
+import prodigyopt
+import pytorch_optimizer
+import schedulefree
 import torch
 from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 Step = Callable[[Tensor, Tensor, int, float], Tensor]  # (p, g, t, lr) -> new p
 Oracle = Callable[[dict[str, bool], dict[str, Any]], Step]
@@ -44,8 +48,7 @@ def torch_optim(cls: str, **fixed: Any) -> Oracle:
 
 def peer(cls: str, **fixed: Any) -> Oracle:
     def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-        module = pytest.importorskip("pytorch_optimizer")
-        return stepping(lambda ps: getattr(module, cls)(ps, **flags, **hypers, **fixed))
+        return stepping(lambda ps: getattr(pytorch_optimizer, cls)(ps, **flags, **hypers, **fixed))
 
     return make
 
@@ -338,6 +341,131 @@ REDUCING: dict[str, Oracle] = {
     "sgdp": peer("SGDP"),
     "sm3": sm3,
     "stable_adamw": peer("StableAdamW"),
+}
+
+
+# -- rules that sum over the model (here of one parameter), change weights for evaluation, or multiply matrices
+
+
+def _of(cls: Any, **fixed: Any) -> Oracle:
+    """Another package's optimizer with our names of options."""
+    return lambda flags, hypers: stepping(lambda ps: cls(ps, **flags, **hypers, **fixed))
+
+
+def schedule_free(cls: Any) -> Oracle:
+    def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+        def opened(ps: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = cls(ps, foreach=False, **hypers)
+            optimizer.train()
+            return optimizer
+
+        return stepping(opened)
+
+    return make
+
+
+def clipped_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch's clip_grad_norm_ before AdamW."""
+    inner = adamw(flags, {k: v for k, v in hypers.items() if k != "max_norm"})
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        held = torch.nn.Parameter(torch.zeros_like(p))
+        held.grad = g.clone()
+        torch.nn.utils.clip_grad_norm_([held], hypers["max_norm"])
+        return inner(p, held.grad, t, lr)
+
+    return step
+
+
+def lookahead_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The paper's algorithm 1 around AdamW."""
+    inner = adamw(flags, {k: v for k, v in hypers.items() if k not in ("lookahead_k", "alpha")})
+    slow: list[Tensor] = []
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        slow.extend([p] if not slow else [])
+        p = inner(p, g, t, lr)
+        if t % hypers["lookahead_k"] == 0:
+            slow[0] = p = slow[0] + hypers["alpha"] * (p - slow[0])
+        return p
+
+    return step
+
+
+def adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch.optim.AdamW; torch has no decouple_lr, so there the decay is applied outside."""
+    if not flags["decouple_lr"]:
+        return torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers)
+    inner = torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers | {"weight_decay": 0.0})
+    peak = 0.0
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal peak
+        peak = max(peak, lr)
+        return inner(p * (1 - hypers["weight_decay"] * lr / peak), g, t, lr)
+
+    return step
+
+
+def _adamw_beside(hypers: dict[str, Any], eps: str) -> Step:
+    """What rules of matrices do with other parameters: AdamW, which has a learning rate of its own."""
+    inner = torch_optim("AdamW")({}, {
+        "lr": hypers["adamw_lr"], "betas": hypers["adamw_betas"], "eps": hypers[eps],
+        "weight_decay": hypers["weight_decay"],
+    })  # fmt: skip
+    return lambda p, g, t, lr: inner(p, g, t, hypers["adamw_lr"])
+
+
+def _flat(inner: Step) -> Step:
+    """Convolutions are matrices of their output channels."""
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        rows = p.shape[0]
+        return inner(p.reshape(rows, -1), g.reshape(rows, -1), t, lr).reshape(p.shape)
+
+    return step
+
+
+def _by_shape(matrices: Step, others: Step, only_others: bool) -> Step:
+    return lambda p, g, t, lr: (others if only_others or p.ndim < 2 else matrices)(p, g, t, lr)
+
+
+def muon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch.optim.Muon, which takes matrices only."""
+    own = ("weight_decay", "momentum", "ns_coefficients", "eps", "ns_steps")
+    options = {name: hypers[name] for name in own} | {"nesterov": flags["nesterov"]}
+    options["adjust_lr_fn"] = "match_rms_adamw" if flags["match_rms_adamw"] else "original"
+    matrices = _flat(stepping(lambda ps: torch.optim.Muon(ps, lr=hypers["lr"], **options)))
+    return _by_shape(matrices, _adamw_beside(hypers, "adamw_eps"), flags["adamw"])
+
+
+def normuon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 1, with torch's Newton-Schulz."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+    coefficients, eps = (3.4445, -4.7750, 2.0315), hypers["eps"]
+
+    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, v
+        m = beta1 * m + (1 - beta1) * g
+        o = _zeropower_via_newtonschulz(m, coefficients, hypers["ns_steps"], 1e-7).to(p.dtype)
+        v = beta2 * v + (1 - beta2) * o.square().mean(1, keepdim=True)
+        o = o / (v.sqrt() + eps)
+        size = 0.2 * lr * math.sqrt(o.numel()) / max(float(torch.linalg.matrix_norm(o)), eps)
+        return p - lr * hypers["weight_decay"] * p - size * o
+
+    return _by_shape(_flat(matrices), _adamw_beside(hypers, "eps"), flags["adamw"])
+
+
+WHOLE: dict[str, Oracle] = {
+    "clipped_adamw": clipped_adamw,
+    "dadapt_adam": _of(dadaptation.DAdaptAdam, decouple=True),
+    "lookahead_adamw": lookahead_adamw,
+    "muon": muon,
+    "normuon": normuon,
+    "prodigy": _of(prodigyopt.Prodigy),
+    "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
+    "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),
 }
 
 

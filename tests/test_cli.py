@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import optgen
+import specs
 from optgen.driver import cli, fuzz, load, terminal, watch
 from optgen.driver.fuzz import Example, read_example
 
@@ -316,10 +317,12 @@ def test_files_import_their_neighbours(project: Path) -> None:
     (project / "specs/helper_of_mine.py").write_text("def half(x):\n    return 0.5 * x\n")
     (project / "specs/json.py").write_text("raise AssertionError('the standard library comes first')\n")
     text = (ROOT / "specs/lion.py").read_text().replace("def lion", "def mine")
-    (project / "specs/mine.py").write_text("import json\nfrom helper_of_mine import half\n" + text)
-    before = list(sys.path)
+    imports = "import json\nfrom helper_of_mine import half\nfrom specs.helper_of_mine import half as same\n"
+    (project / "specs/mine.py").write_text(imports + text)
+    before, beside = list(sys.path), list(specs.__path__)
     assert load.find_spec("mine").name == "mine"
     assert sys.path == before
+    assert list(specs.__path__) == beside
 
 
 def test_a_case_reads_back() -> None:

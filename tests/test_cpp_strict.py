@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -80,3 +82,28 @@ def test_any_number_of_threads_gives_the_same_bits(plan: str, tmp_path: Path) ->
     for a, b, c in zip(one, two, seven, strict=True):
         for name in a:
             assert harness.same_bits(a[name], b[name]) and harness.same_bits(a[name], c[name])
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=[isa.name for isa in ISAS])
+def test_signs_of_all_kinds_of_floats(isa: native.Isa, tmp_path: Path) -> None:
+    """-1, 0 or 1; zeros keep their sign and NaNs their bits (AVX-512 has one instruction for it, with a table)."""
+    source, library = tmp_path / "signs.cpp", tmp_path / "signs.so"
+    source.write_text(
+        '#include "optgen.h"\n'
+        'extern "C" __attribute__((visibility("default"))) void signs(const int32_t *x, int32_t *out, int n) {\n'
+        "    for (int i = 0; i < n; i += W)\n"
+        "        store(out + i, bits(sign(as_float(load(x + i)))));\n"
+        "}\n"
+    )
+    by = native.compiler()
+    assert by is not None
+    command = [*by.command, *native.FLAGS, *isa.flags, f"-I{native.HEADERS}", '-DOPTGEN_STAMP=""']
+    subprocess.run([*command, "-shared", str(source), "-o", str(library)], check=True, capture_output=True)
+    # Every exponent, of either sign, with the mantissas at both ends and some between: signalling NaNs are among them.
+    mantissas = torch.tensor([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF])
+    x = (torch.arange(512).unsqueeze(1) << 23 | mantissas).flatten().to(torch.int32)
+    out = torch.empty_like(x)
+    ctypes.CDLL(str(library)).signs(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), x.numel())
+    magnitude = x & 0x7FFFFFFF
+    kept = (magnitude == 0) | (magnitude > 0x7F800000)
+    assert torch.equal(out, torch.where(kept, x, x & -0x80000000 | 0x3F800000))

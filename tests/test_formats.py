@@ -5,6 +5,10 @@ Formats are called with tensors of shape (rows, blocks, block): the same functio
 
 from __future__ import annotations
 
+import inspect
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,19 +19,24 @@ from torch import Tensor
 from optgen.base.errors import UserError
 from optgen.formats import (
     Blocked,
+    Codebook,
     Copy,
     Ecc8,
+    Factored,
     Float,
     Format,
+    Fp8,
     Kahan,
     LogMax,
     LogMinMax,
     Master,
     Native,
     Noise,
+    Plan,
     Rank1,
     Split,
     bf16_up,
+    codebooks,
     compander,
     e8m0,
     floats,
@@ -37,6 +46,7 @@ from optgen.formats import (
     log,
     power,
     root,
+    scales,
     softsign,
     ue7m9,
     ue8m8,
@@ -631,6 +641,56 @@ def test_formats_that_no_kernel_has_are_refused(make: object) -> None:
     with pytest.raises(UserError) as caught:
         make()  # type: ignore[operator]
     assert caught.value.code == "E305"
+
+
+TEXTS = {(Plan, "doc"), (Plan, "name"), (Plan, "forced"), (Codebook, "name"), (scales.FloatScale, "name")}
+TEXTS |= {(compander, "name"), (Compander, "name")}
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (Blocked, {}),
+        (Codebook, {"table": codebooks.nf4(), "bits": 4}),
+        (Factored, {}),
+        (Float, {"dtype": dtypes.bf16}),
+        (Fp8, {}),
+        (LogMax, {}),
+        (LogMinMax, {}),
+        (Native, {}),
+        (Plan, {"doc": "Hostile.", "name": "hostile"}),
+        (Rank1, {}),
+        (Split, {}),
+        (scales.FloatScale, {}),
+        (Compander, {"name": "own", "curve": abs, "inverse": abs}),
+        (compander, {"name": "own", "curve": abs, "inverse": abs}),
+        (softsign, {}),
+        (power, {"p": 0.5}),
+        (log, {}),
+        (codebooks.dynamic, {}),
+        (codebooks.powers, {}),
+        (codebooks.linear_nozero, {}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_no_parameter_of_a_format_takes_what_is_not_one(make: Any, given: dict[str, Any]) -> None:
+    """Wrong types and impossible numbers for every parameter: refused with a place, never with a Python error."""
+    make(**given)
+    internal = {"loc", "unknown", "odd", "short_encode", "short_decode"}
+    for name in set(inspect.signature(make).parameters) - internal:
+        optional = make is Plan and name in ("master", "overrides")
+        wrong = [2.75, -1, math.nan, math.inf, 10**30, 1e308, 5e-324, "\n", b"x", [1], (1,), {1: 2}, 1j, int, object()]
+        fits = {(Plan, "small_numel"): [10**30], (codebooks.powers, "p"): [2.75, 5e-324]}
+        fits |= {(scales.FloatScale, "least"): [2.75, 10**30], (softsign, "k"): [2.75], (LogMax, "octaves"): [2.75]}
+        fits |= {(Plan, part): ["\n"] for part in ("doc", "forced")}
+        for value in [*wrong, *([] if optional else [None]), *([] if (make, name) in TEXTS else ["2"])]:
+            if any(value is x or value == x for x in fits.get((make, name), [])):
+                make(**{**given, name: value})
+                continue
+            with pytest.raises(UserError) as caught:
+                make(**{**given, name: value})
+            assert caught.value.code in ("E305", "E309", "E311")
+            assert caught.value.locs[0].file == __file__
 
 
 def test_no_number_that_equals_a_size_changes_the_space_of_it() -> None:

@@ -170,6 +170,10 @@ def test_unproven_companders_are_refused() -> None:
     with pytest.raises(UserError) as caught:
         lint.check(lion, bad, bad.storage(states, dtypes.bf16, False))
     assert caught.value.code == "E304"
+    for judged in (lambda: look(lion, bad), lambda: judge(lion, bad, force=True)):
+        with pytest.raises(UserError) as caught:
+            judged()
+        assert caught.value.code == "E304"
 
 
 # -- what it claims, run

@@ -6,6 +6,7 @@ once in 10^8 checks, and the keys below are fixed.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -69,10 +70,18 @@ def test_windows_and_tensors_are_independent(one: tuple[int, int], other: tuple[
     assert ((a.T @ b) / N * 4).abs().max() <= SIGMAS / math.sqrt(N)
 
 
-def test_words_of_one_element_are_independent() -> None:
+@pytest.mark.parametrize(("k", "other"), [(0, 1), (3, 4), (4, 5)])
+def test_words_of_one_element_are_independent(k: int, other: int) -> None:
     stream, step = KEYS[0]
-    a, b = bits_of(words(stream, step, 0)) - 0.5, bits_of(words(stream, step, 1)) - 0.5
+    a, b = bits_of(words(stream, step, k)) - 0.5, bits_of(words(stream, step, other)) - 0.5
     assert ((a.T @ b) / N * 4).abs().max() <= SIGMAS / math.sqrt(N)
+
+
+def test_there_are_words_for_any_number_of_states() -> None:
+    """Each under a salt of its own, so far from all others that no two eights of a tensor of 2^27 elements meet."""
+    salts = [noises.salt(k) for k in range(24)]
+    assert len(deal({f"state{i}": 12 for i in range(48)})[1]) == 24
+    assert min(a ^ b for a, b in itertools.combinations(salts, 2)) >= 1 << 24
 
 
 def test_the_compiler_and_the_runtime_agree_on_windows() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optgen import compile as compile_class
+from optgen import optim
 from optgen.lang import (
     amax,
     col,
@@ -26,7 +27,7 @@ from optgen.lang import (
 from optgen.ops import dtypes
 from optgen.verify.differential import one_step_bound
 from tests.harness import plan_of
-from tests.oracles import REDUCING
+from tests.oracles import REDUCING, WHOLE
 from tests.product import Cell, Run, at_shape, build, spec_of
 
 SHAPE, AT = (4, 6), (1, 2)
@@ -124,6 +125,24 @@ def test_a_matrix_of_one_element_is_its_own_row_and_column(name: str) -> None:
             assert float(matrix) == pytest.approx(float(vector), rel=1e-12)
 
 
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_no_gradient_at_the_first_step_moves_nothing_and_divides_nothing_by_0(name: str) -> None:
+    """Of rules of the whole model and of matrices: on every kind of tensor, and then a step that goes on from there."""
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=draw) for shape in (SHAPE, (1, 1), (1, 6), (2, 3, 4), (7,), ())]
+    params = [torch.nn.Parameter(value.clone()) for value in start]
+    cls = getattr(optim, spec_of(name).class_name)
+    step = cls(params, plan="fp32", weight_decay=0.0)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    step.step()
+    assert all(torch.equal(p, value) for p, value in zip(params, start, strict=True))
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=draw)
+    step.step()
+    assert all(p.isfinite().all() and not torch.equal(p, v) for p, v in zip(params, start, strict=True))
+
+
 # -- refused
 
 
@@ -188,16 +207,16 @@ def test_a_shape_flag_makes_vectors_welcome() -> None:
 # -- which matrix
 
 
-@pytest.mark.parametrize("name", ["adam_mini", "adamp", "sgdp"])
+@pytest.mark.parametrize("name", ["adam_mini", "adamp", "sgdp", "muon", "normuon"])
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
 def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> None:
     """A kernel of a convolution steps as its view (channels, the rest), bit for bit; so do its statistics."""
     assert spec_of(name).matrix == "first"
-    cls = compile_class(spec_of(name), plan_of(plan))
+    cls = getattr(optim, spec_of(name).class_name)
     draw = torch.Generator().manual_seed(0)
     start = torch.randn((4, 20, 9, 9), generator=draw)
     deep, flat = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.reshape(4, -1).clone())
-    options = {"lr": 1e-2} | ({"delta": 2.5} if name != "adam_mini" else {})
+    options = {"lr": 1e-2} | ({"delta": 2.5} if name in ("adamp", "sgdp") else {})
     steps = [cls([("weight", p)], plan=plan, seed=3, **options) for p in (deep, flat)]
     for _ in range(3):
         g = torch.randn(start.shape, generator=draw)

@@ -17,15 +17,12 @@ import pytest
 import torch
 
 from optgen.lang import Spec
-from tests.oracles import REDUCING, Oracle, Step, peer, sgd, torch_optim
+from tests.oracles import REDUCING, WHOLE, Oracle, Step, adamw, peer, sgd, torch_optim
 
 SPECS = Path(__file__).parent.parent / "specs"
-# Those that look at the whole model, at intervals, or multiply matrices have theirs in test_whole_model.py.
-ELSEWHERE = (
-    "clipped_adamw", "dadapt_adam", "lookahead_adamw", "muon", "normuon", "prodigy", "schedule_free_adamw",
-    "schedule_free_sgd",
-)  # fmt: skip
-NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans", *ELSEWHERE))
+# Those that look at the whole model, at intervals, or multiply matrices: in test_against_papers.py and
+# test_whole_model.py.
+NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans", *WHOLE))
 STEPS = 60
 # Fewer than 64 roundings per element and step, of half an ulp each, none of them amplified; and sums of 35.
 TOLERANCE = STEPS * (64 + 35) * 2.0**-53
@@ -64,21 +61,6 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    """torch.optim.AdamW; torch has no decouple_lr, so there the decay is applied outside."""
-    if not flags["decouple_lr"]:
-        return torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers)
-    inner = torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers | {"weight_decay": 0.0})
-    peak = 0.0
-
-    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
-        nonlocal peak
-        peak = max(peak, lr)
-        return inner(p * (1 - hypers["weight_decay"] * lr / peak), g, t, lr)
-
-    return step
 
 
 def sgdw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:

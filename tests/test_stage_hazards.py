@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,3 +285,16 @@ def test_the_gradient_is_not_read_back_in_8_bits() -> None:
 def test_rules_that_choose_by_a_norm_compile_under_every_kind_of_plan() -> None:
     for plan in ("fp32", "int8_split24", "bf16_sr"):
         assert optgen.compile(skips_spikes, plan=plan)
+
+
+def test_no_sum_is_left_to_atomics() -> None:
+    """Their order would be that in which threads come by; every partial sum is one program's."""
+    root = Path(__file__).parents[1]
+    texts = [
+        file
+        for folder in (root / "generated", root / "optgen" / "runtime")
+        for ending in ("*.py", "*.cpp", "*.h")
+        for file in folder.rglob(ending)
+    ]
+    assert {"kernels.cpp", "triton_kernels.py", "stages.h", "triton_prelude.py"} <= {file.name for file in texts}
+    assert [file for file in texts if "atomic" in file.read_text().lower()] == []

@@ -9,14 +9,23 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import dadaptation
+import prodigyopt
 import pytest
+import schedulefree
 import torch
 from torch import Tensor
 
 import optgen
+from optgen.base.errors import UserError
+from optgen.lang import clipped
+from optgen.lang import lookahead as around
+from tests.harness import spec_of
 
+SPECS = Path(__file__).parents[1] / "specs"
 ULP = 2.0**-23
 SHAPES = ((40, 30), (30,), (1, 7), (7, 1), (4, 3, 5), (6, 2, 3, 3), ())
 
@@ -71,7 +80,6 @@ def hold(ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tenso
     [({}, 12), ({"weight_decay": 0.1, "warmup_steps": 5}, 20), ({"r": 1.0, "weight_lr_power": 0.0, "lr": 0.05}, 20)],
 )
 def test_schedule_free_adamw_is_the_authors(options: dict[str, Any], steps: int) -> None:
-    schedulefree = pytest.importorskip("schedulefree")
 
     def theirs(params: list[torch.nn.Parameter]) -> Any:
         opt = schedulefree.AdamWScheduleFree(params, foreach=False, **options)
@@ -89,7 +97,6 @@ def test_schedule_free_adamw_is_the_authors(options: dict[str, Any], steps: int)
 
 @pytest.mark.parametrize("options", [{"lr": 0.1}, {"lr": 0.5, "weight_decay": 0.01, "warmup_steps": 4}])
 def test_schedule_free_sgd_is_the_authors(options: dict[str, Any]) -> None:
-    schedulefree = pytest.importorskip("schedulefree")
 
     def theirs(params: list[torch.nn.Parameter]) -> Any:
         opt = schedulefree.SGDScheduleFree(params, foreach=False, **options)
@@ -150,7 +157,6 @@ def test_optimizers_without_other_weights_take_eval_and_train() -> None:
     ],
 )
 def test_prodigy_is_the_authors(options: dict[str, Any]) -> None:
-    prodigyopt = pytest.importorskip("prodigyopt")
     cls = compiled("prodigy")
     start, gs = weights(SHAPES), gradients(SHAPES, 20)
     exact, a = walk(lambda params: prodigyopt.Prodigy(params, **options), start, gs, torch.float64)
@@ -166,7 +172,6 @@ def test_prodigy_is_the_authors(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{"d0": 1e-2}, {"d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}])
 def test_d_adaptation_is_the_authors(options: dict[str, Any]) -> None:
-    dadaptation = pytest.importorskip("dadaptation")
     cls = compiled("dadapt_adam")
     start, gs = weights(SHAPES), gradients(SHAPES, 20)
 
@@ -289,6 +294,54 @@ def test_an_interval_is_a_whole_number(k: float) -> None:
     with pytest.raises(ValueError, match="lookahead_k"):
         compiled("lookahead_adamw")([p], plan="fp32", lookahead_k=k).step()
     assert torch.equal(p.detach(), before)
+
+
+# -- rules around any rule
+
+RULES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans"))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_clipping_goes_around_every_rule(name: str) -> None:
+    """The rule itself with gradients that torch has clipped, in fp64 but for one rounding of the factor."""
+    inner = spec_of(name)
+    outer = clipped(inner)
+    outer.trace()
+    (own,) = {h.name for h in outer.hypers} - {h.name for h in inner.hypers}
+    assert own == ("clipped_max_norm" if any(h.name == "max_norm" for h in inner.hypers) else "max_norm")
+    p = q = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    states: list[Any] = [({}, {}), ({}, {})]
+    for t, (g,) in enumerate(gradients(((4, 3),), 4), 1):
+        factor = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
+        factor.grad = g.double()
+        norm = torch.nn.utils.clip_grad_norm_([factor], 0.7)
+        assert norm > 0.7
+        p, *states[0] = outer.evaluate(p, g.double(), t, *states[0], **{own: 0.7})
+        q, *states[1] = inner.evaluate(q, factor.grad, t, *states[1])
+        torch.testing.assert_close(p, q, rtol=2.0**-40, atol=2.0**-40)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "lookahead_adamw"])
+def test_lookahead_goes_around_every_rule(name: str) -> None:
+    """The rule itself, and every second step the paper's two lines."""
+    inner = spec_of(name)
+    outer = around(inner)
+    outer.trace()
+    own = "lookahead_alpha" if any(h.name == "alpha" for h in inner.hypers) else "alpha"
+    p = q = slow = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    states: list[Any] = [({}, {}), ({}, {})]
+    for t, (g,) in enumerate(gradients(((4, 3),), 5), 1):
+        p, *states[0] = outer.evaluate(p, g.double(), t, *states[0], lookahead_k=2, **{own: 0.3})
+        q, *states[1] = inner.evaluate(q, g.double(), t, *states[1])
+        if t % 2 == 0:
+            slow = q = slow + 0.3 * (q - slow)
+        assert torch.equal(p, q)
+    assert torch.equal(states[0][0]["slow"], slow)
+
+
+def test_a_rule_around_itself_is_refused_where_its_names_are_taken() -> None:
+    with pytest.raises(UserError, match="`lookahead_k` cannot be used: lookahead_adamw has something of that name"):
+        around(spec_of("lookahead_adamw"))
 
 
 # -- matrix products

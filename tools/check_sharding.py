@@ -380,6 +380,26 @@ def sums_over_rows_and_columns(here: Here) -> None:
                 break  # uneven parts: one plan
 
 
+@case(2, 4)
+def blocks_of_rows(here: Here) -> None:
+    """Parts of whole blocks take the steps of one rank, bit for bit; a block that two ranks share is refused."""
+    mesh, cls = here.mesh(here.world), generated.AdamMini
+    blocks = {"numel > 7000": 8, "numel <= 7000": 4}
+    for plan, dtype in (("fp32", torch.float32), ("int8_split24", torch.bfloat16)):
+        pieces = rows(here, mesh, [(96, 83), (8, 5, 3, 3)], dtype)
+        runs = Runs(here, cls, pieces, plan=plan, blocks=blocks)
+        for _ in range(2):
+            runs.step()
+        runs.same()
+        runs.many.load_state_dict(runs.one.state_dict())
+        runs.step()
+        runs.same()
+    for shape, dim, word in (((36, 8), 0, "multiple of the"), ((48, 80), 1, "dimension 0")):
+        piece = Piece(here.values(*shape), mesh, [Shard(dim)])
+        with refused(ValueError, word, "`blocks`"):
+            cls([piece.parameter(True)], blocks={"numel > 0": 3})
+
+
 @case(4)
 def sums_over_two_mesh_dimensions(here: Here) -> None:
     """Replicas are not counted twice; both dimensions cut."""

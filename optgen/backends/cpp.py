@@ -84,6 +84,10 @@ _INFIX: Mapping[str, tuple[str, int]] = {
 }  # fmt: skip
 
 
+_SAID = frozenset({"widened", "joined", "counter"})
+"""The idioms that the headers have functions for; the others are Triton's."""
+
+
 class CppPrinter(Printer):
     """A printer that knows what stays as it was loaded."""
 
@@ -369,7 +373,7 @@ class Phases:
     def operands(self, n: Node) -> tuple[Node, ...]:
         """What the text of a node reads."""
         found = idiom(n)
-        if found is None or found.helper == "byte" or any(a.uid not in self.raw for a in found.args):
+        if found is None or found.helper not in _SAID or any(a.uid not in self.raw for a in found.args):
             return n.args
         return found.args
 

@@ -40,11 +40,30 @@ def _cast(node: Node) -> Idiom | None:
     (x,) = node.args
     if node.dtype is dtypes.f32 and x.dtype is dtypes.bf16:
         return Idiom("widened", (x,))
+    if node.dtype is dtypes.i32 and x.dtype is dtypes.u8 and x.op == "load":
+        return Idiom("apart", (x,))
     if node.dtype is not dtypes.u8 or x.dtype is not dtypes.i32:
         return None
+    if x.op in ("shr", "lshr") and x.args[1].attr == 12:
+        return _rounded(x.args[0]) or Idiom("bits", (x.args[0],), (12,))
     if x.op in ("shr", "lshr") and x.args[1].attr in (8, 16, 24):
         return Idiom("byte", (x.args[0],), (x.args[1].attr // 8,))
     return None
+
+
+def _rounded(total: Node) -> Idiom | None:
+    """Bits 12 to 19 of a pattern and 12 bits of noise."""
+    if total.op != "add":
+        return None
+    pattern, drawn = total.args
+    if drawn.op == "lshr" and is_const(drawn.args[1], 20):
+        return Idiom("rounded", (pattern, drawn.args[0]), (20,))
+    if drawn.op != "and" or not is_const(drawn.args[1], 4095):
+        return None
+    noise = drawn.args[0]
+    if noise.op in ("shr", "lshr") and noise.args[1].op == "const":
+        return Idiom("rounded", (pattern, noise.args[0]), (noise.args[1].attr,))
+    return Idiom("rounded", (pattern, noise), (0,))
 
 
 def _byte(node: Node) -> Node | None:

@@ -338,19 +338,36 @@ class Term:
     name      of the variable that holds a tile of it
     node      its value
     partials  the buffers of the reductions
+    factors   in fast maths the two factors of a product that only sums read: it is computed with them
     """
 
     name: str
     node: Node
     partials: tuple[Buffer, ...]
+    factors: tuple[Node, ...] = ()
 
     @property
     def is_max(self) -> bool:
         return self.partials[0].reduction.endswith("max")
 
-    def joined(self, total: str, x: str) -> str:
-        """total and x as one."""
-        return f"larger({total}, {x})" if self.is_max else f"{total} + {x}"
+    @property
+    def parts(self) -> list[tuple[str, Node]]:
+        """The variables that a tile function gives, and what they hold."""
+        if not self.factors:
+            return [(self.name, self.node)]
+        one, other = self.factors
+        return [(self.name, one)] if one is other else [(self.name, one), (f"{self.name}_by", other)]
+
+    @property
+    def value(self) -> str:
+        """The operand, of these variables."""
+        return f"{self.name} * {self.parts[-1][0]}" if self.factors else self.name
+
+    def joined(self, total: str) -> str:
+        """The total and the operand as one."""
+        if self.factors:
+            return f"tl.fma({self.name}, {self.parts[-1][0]}, {total})"
+        return f"larger({total}, {self.name})" if self.is_max else f"{total} + {self.name}"
 
 
 def terms(schedule: Schedule) -> list[Term]:
@@ -362,6 +379,9 @@ def terms(schedule: Schedule) -> list[Term]:
         if b.role == "partial" and b.space != spaces.model:  # which the host adds up
             found.setdefault((s.node.uid, b.reduction.endswith("max")), []).append(b)
     lets = {let.node.uid: let.name for let in schedule.sweep.lets}
+    fast = program.maths == "fast"
+    read = {a.uid for n in postorder(list(nodes.values())) for a in n.args} if fast else set()
+    read |= {s.node.uid for s in schedule.sweep.stores if program.buffer(s.buffer).role != "partial"}
     out: list[Term] = []
     for (uid, _), buffers in found.items():
         base = lets.get(uid, buffers[0].reduction)
@@ -369,8 +389,18 @@ def terms(schedule: Schedule) -> list[Term]:
         while any(t.name == f"{name}_term" for t in out):
             k += 1
             name = f"{base}_{k}"
-        out.append(Term(f"{name}_term", nodes[uid], tuple(buffers)))
+        node = nodes[uid]
+        splits = fast and node.op == "mul" and node.space == spaces.elem and uid not in read
+        splits = splits and not buffers[0].reduction.endswith("max")
+        out.append(Term(f"{name}_term", node, tuple(buffers), node.args if splits else ()))
     return out
+
+
+def _printed_roots(schedule: Schedule) -> list[Node]:
+    """What a tile function stores or returns."""
+    program = schedule.program
+    stored = [s.node for s in schedule.sweep.stores if program.buffer(s.buffer).role != "partial"]
+    return [*stored, *(node for t in terms(schedule) for _, node in t.parts)]
 
 
 def _pointers(program: Program) -> list[str]:
@@ -426,16 +456,23 @@ def tile(
     last = {let.node.uid: i for i, let in enumerate(lets)}
     ready = {s.buffer: max((last.get(n.uid, 0) for n in printed([s.node])), default=0) for s in waiting}
     lines = bound_lines((), printer)
+    anchor = anchor_of(schedule) if printer.keeps else None
     for i, let in enumerate(lets):
         for stage, new in bound_lines((let,), printer).items():
             lines[stage] += new
+        if let is anchor:  # before its name is taken for what becomes of it
+            lines[let.stage].append((f"index = within(index, {let.name})", ""))
         for s in [s for s in waiting if ready[s.buffer] <= i]:
             waiting.remove(s)
             lines["encode"].append((_put(program, s, printer), ""))
     lines["encode"] += [(_put(program, s, printer), "") for s in waiting]
     found = terms(schedule)
     if found:
-        each = [f"term({beside(t.node, printer)}, at, live, MASKED{', True' if t.is_max else ''})" for t in found]
+        each = [
+            f"term({beside(node, printer)}, at, live, MASKED{', True' if t.is_max else ''})"
+            for t in found
+            for _, node in t.parts
+        ]
         lines["encode"].append((f"return {', '.join(each)}", ""))
     host = [let.name for let in program.host]
     names = [*_pointers(program), *places, *host, *keys(schedule), "MASKED: tl.constexpr"]
@@ -444,12 +481,19 @@ def tile(
     return out + [f"    {line}" for line in assemble(lines, source)]
 
 
+def anchor_of(schedule: Schedule) -> Let | None:
+    """What a tile function that draws random numbers loads in bytes or halves, if anything; see `within` of the prelude."""
+    lets = _lets(schedule) if _is_counted(schedule.program) else ()
+    loads = [let for let in lets if let.node.op == "load" and let.node.space == spaces.elem]
+    return next((let for let in loads if let.node.dtype.bits in (8, 16)), None)
+
+
 def _lets(schedule: Schedule) -> tuple[Let, ...]:
     """The lets that something reads."""
     sweep = schedule.sweep
     if schedule.program.maths == "strict":
         return sweep.lets
-    read = {n.uid for n in printed([s.node for s in sweep.stores])}
+    read = {n.uid for n in printed(_printed_roots(schedule))}
     return tuple(let for let in sweep.lets if let.node.uid in read)
 
 
@@ -540,13 +584,13 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         moved = [(b, further_on(b, blocks, elements, eights) if b in elementwise else "") for b in program.buffers]
         names = [f"{b.name}_ptr + {by}" if by else f"{b.name}_ptr" for b, by in moved if b.role != "partial"]
         names += [*(given.get(place, place) for place in places), *host, *keys(schedule), masked]
-        results = ", ".join(t.name for t in found)
+        results = ", ".join(variable for t in found for variable, _ in t.parts)
         lines = wrapped(f"{results + ' = ' if found else ''}{function}_tile(", names, close=")")
         for t in found:
             if strict:
                 lines.append(f"{t.name}s = down({t.name}s, tl.reshape({t.name}, [TILE // 256, 256]){_max(t)})")
             else:
-                lines.append(f"{t.name}s = {t.joined(f'{t.name}s', t.name)}")
+                lines.append(f"{t.name}s = {t.joined(f'{t.name}s')}")
         return [indent + x for x in lines]
 
     pad = " " * 4

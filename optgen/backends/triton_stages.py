@@ -5,8 +5,9 @@ triton.py).  Any other comes as two kernels over one tile function:
 
     <name>        tensors whose blocks lie in rows of their matrices: all of at most two dimensions, others where rows
                   are whole blocks.  A work item is a panel of columns and 64 rows of a matrix; a tile is a few of these
-                  rows.  Sums of columns stay in the registers of the threads that hold the columns.  A panel is W
-                  columns: 16 storage blocks, or 1024 where nothing is stored in blocks.
+                  rows, done in parts of 8 columns for each thread.  Sums of columns stay in the registers of the
+                  threads that hold the columns, those of rows cross threads once for all parts.  A panel is W columns:
+                  16 storage blocks, or 1024 where nothing is stored in blocks.
     <name>_flat   any tensor.  Blocks lie along dimension 0 against the rest, and may straddle rows and matrices: tiles
                   of blocks gather the values of their rows and columns, and the operands of reductions are stored
                   densely, for kernels of optgen.runtime.triton_prelude to add up.
@@ -27,6 +28,7 @@ from optgen.backends.triton import (
     Table,
     Term,
     TritonPrinter,
+    anchor_of,
     extents,
     folded,
     further_on,
@@ -174,6 +176,7 @@ def needs(step: Step) -> list[str]:
             for t in terms(s.schedule):
                 names |= {"down", "fold"} if strict or t.is_max else set()
                 names.discard("opaque")
+            names |= {"within"} if anchor_of(s.schedule) else set()
         elif not s.is_sweep:
             names |= {n.op for n in postorder(s.schedule.program.roots()) if n.op in GATHERS}
             for t in terms(s.schedule):
@@ -182,11 +185,13 @@ def needs(step: Step) -> list[str]:
 
 
 def _warps(program: Program) -> int:
-    """Warps that share a row of a panel: 8 elements for each thread; 32 where it holds little else than one term, and
-    sums across threads would cost more than what is summed."""
-    nodes = {s.node.uid for s in program.stores}
-    light = program.block == 1 and all(b.role == "partial" for b in program.buffers if b.writes) and len(nodes) == 1
-    return min(max(panel_columns(program.block) // (1024 if light else 256), 1), 32)  # no device runs more together
+    """Warps that share a row of a panel: what crosses threads once per row is worth 32 elements of each."""
+    return min(max(panel_columns(program.block) // 1024, 1), 32)  # no device runs more together
+
+
+def _part(program: Program) -> int:
+    """Columns of a panel that a row's tile does at a time: 8 for each thread, in whole blocks."""
+    return min(max(256 * _warps(program), program.block), panel_columns(program.block))
 
 
 # Sweeps over panels ---------------------------------------------------------------------------------------------------
@@ -250,7 +255,7 @@ def _call(
         if b.role != "partial"
     ]
     names += [*(given.get(x, x) for x in _places(schedule)), *_host(program), *keys(schedule), masked]
-    results = f"{', '.join(t.name for t in found)} = " if found else ""
+    results = f"{', '.join(variable for t in found for variable, _ in t.parts)} = " if found else ""
     return [indent + x for x in wrapped(f"{results}{function}_tile(", names, close=")")]
 
 
@@ -261,7 +266,7 @@ def _has(found: Sequence[Term], space: str) -> bool:
 def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
     program, found = schedule.program, terms(schedule)
     block, strict = program.block, program.maths == "strict"
-    panel, counted = panel_columns(block), _is_counted(program)
+    panel, part, counted = panel_columns(block), _part(program), _is_counted(program)
     doc = f"64 rows of {panel} columns of a matrix"
     out = _head(schedule, function, ["ROWS: tl.constexpr", "ALIGNED: tl.constexpr"], doc, frame)
     out += [
@@ -283,11 +288,11 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         out.append(f"    blocks = tl.cdiv(columns, {block})")
         if is_packed(program):
             out.append("    eights = tl.cdiv(columns, 8)")
-        out.append(f"    block = tl.arange(0, {panel // block})[None, :, None]")
+        out.append(f"    block = tl.arange(0, {part // block})[None, :, None]")
         out.append(f"    lane = block * {block} + tl.arange(0, {block})[None, None, :]")
         out.append("    at_row = tl.arange(0, ROWS)[:, None, None]")
     else:
-        out.append(f"    lane = tl.arange(0, {panel})[None, :]")
+        out.append(f"    lane = tl.arange(0, {part})[None, :]")
         out.append("    at_row = tl.arange(0, ROWS)[:, None]")
     out.append("    at = at_row * columns.to(tl.int32) + lane")
     # Addresses move to the panel once, in int64.
@@ -315,47 +320,57 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         # Rows of blocks begin with a multiple of 8, of which compilers are to know.
         across, eight = ("(lane & -8)", " | lane & 7") if block > 1 else ("lane", "")
         out.append(f"    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + {across}")
-    for t in found:
-        if any(b.space.name == "col" for b in t.partials):
-            out.append(f"    {t.name}s = tl.full([{panel}], {_nothing(t)}, tl.float32)")
-    given = {"at_col": "lane", "at_mat": "0", "live_mat": "rows > 0"}
-    if counted:
-        given["index"] = f"before + (start + at_row) * padded{eight}"
-    moved = {}
-    for b in program.buffers:
-        if b.space.size or b.dtype.packed:
-            moved[b.name] = further_on(b, "start * blocks", "", "start * eights")
-        elif b.space == spaces.elem:
-            moved[b.name] = "start * columns"
-        elif b.space.name == "row" and b.role != "partial":
-            moved[b.name] = "start"
+    shape = f"[ROWS, {part // block}, {block}]" if block > 1 else f"[ROWS, {part}]"
+    starts = range(0, panel, part)
+    # In strict maths, and of maxima, what a column has is one value; else a row's tile is added to that before.
+    lasting = {t.name: f"[{part}]" if strict or t.is_max else shape for t in found}
+    for t in (t for t in found if _reduces(t, "col")):
+        out += [f"    {t.name}s_{k} = tl.full({lasting[t.name]}, {_nothing(t)}, tl.float32)" for k in range(len(starts))]
+
+    def moved(left: int) -> dict[str, str]:
+        """How far on the pointers of a part are."""
+        out, plus = {}, f" + {left}" if left else ""
+        for b in program.buffers:
+            if b.space.size or b.dtype.packed:
+                blocks, eights = (f" + {left // n}" if left else "" for n in (b.space.size or block, 8))
+                out[b.name] = further_on(b, f"start * blocks{blocks}", "", f"start * eights{eights}")
+            elif b.space == spaces.elem:
+                out[b.name] = f"start * columns{plus}"
+            elif b.space.name == "row" and b.role != "partial":
+                out[b.name] = "start"
+            elif b.space.name == "col" and b.role != "partial" and left:
+                out[b.name] = str(left)
+        return out
 
     def loop(indent: str, masked: bool) -> list[str]:
         lines = [f"{indent}start = tile * ROWS"]
-        places = dict(given)
         if masked:
             lines.append(f"{indent}live_row = at_row < height - start")
-            lines.append(f"{indent}live_col = lane < width")
-            lines.append(f"{indent}live = live_row & live_col")
-            if block > 1:
-                lines.append(f"{indent}live_block = live_row & (block * {block} < width)")
-            if is_packed(program):
-                lines.append(f"{indent}live_eight = live_row & (eight * 8 < width)")
-        else:
-            places |= {x: x.replace("live", "at") for x in ("live", "live_block", "live_eight", "live_row")}
-            places |= {"live_col": "lane"}
-        lines += _call(schedule, function, indent, str(masked), moved, places)
-        for t in found:
-            flat = f"tl.reshape({t.name}, [ROWS, {panel}])" if block > 1 else t.name
-            for b in (b for b in t.partials if b.space.name == "row"):
-                lines.append(f"{indent}which = start + tl.arange(0, ROWS)")
-                mask = ", mask=which < height" if masked else ""
-                lines.append(f"{indent}tl.store({b.name}_ptr + which, {folded(t, flat, strict)}{mask})")
-            if any(b.space.name == "col" for b in t.partials):
-                if strict or t.is_max:
-                    lines.append(f"{indent}{t.name}s = down({t.name}s, {flat}{_max(t)})")
-                else:
-                    lines.append(f"{indent}{t.name}s += tl.sum({flat}, 0)")
+        for k, left in enumerate(starts):
+            width = f"width - {left}" if left else "width"
+            places = {"at_col": "lane", "at_mat": "0", "live_mat": "rows > 0"}
+            if counted:
+                places["index"] = f"before{f' + {left}' if left else ''} + (start + at_row) * padded{eight}"
+            if masked:
+                lines.append(f"{indent}live_col = lane < {width}")
+                lines.append(f"{indent}live = live_row & live_col")
+                if block > 1:
+                    lines.append(f"{indent}live_block = live_row & (block * {block} < {width})")
+                if is_packed(program):
+                    lines.append(f"{indent}live_eight = live_row & (eight * 8 < {width})")
+            else:
+                places |= {x: x.replace("live", "at") for x in ("live", "live_block", "live_eight", "live_row")}
+                places |= {"live_col": "lane"}
+            lines += _call(schedule, function, indent, str(masked), moved(left), places)
+            for t in found:
+                lines += [indent + x for x in (*_to_row(t, k, len(starts), strict), *_to_columns(t, k, part, strict))]
+        rows = [(t, b) for t in found for b in t.partials if b.space.name == "row"]
+        if rows:
+            lines.append(f"{indent}which = start + tl.arange(0, ROWS)")
+        for t, b in rows:
+            flat = f"tl.reshape({t.name}_0, [ROWS, {part}])" if block > 1 else f"{t.name}_0"
+            mask = ", mask=which < height" if masked else ""
+            lines.append(f"{indent}tl.store({b.name}_ptr + which, {folded(t, flat, strict)}{mask})")
         return lines
 
     out.append("    # Tiles without masks, then the others.")
@@ -364,11 +379,58 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
     out += loop("        ", False)
     out.append("    for tile in range(full, tl.cdiv(height, ROWS)):")
     out += loop("        ", True)
-    for t in found:
-        for b in (b for b in t.partials if b.space.name == "col"):
-            out.append(f"    lane = tl.arange(0, {panel})")
-            out.append(f"    tl.store({b.name}_ptr + lane, {t.name}s, mask=lane < width)")
+    columns = [(t, b) for t in found for b in t.partials if b.space.name == "col"]
+    if columns:
+        out.append(f"    lane = tl.arange(0, {part})")
+    for t, b in columns:
+        for k, left in enumerate(starts):
+            total = f"{t.name}s_{k}"
+            if lasting[t.name] == shape:
+                total = f"tl.sum({f'tl.reshape({total}, [ROWS, {part}])' if block > 1 else total}, 0)"
+            at, end = (f"{left} + lane", f"width - {left}") if left else ("lane", "width")
+            out.append(f"    tl.store({b.name}_ptr + {at}, {total}, mask=lane < {end})")
     return out
+
+
+def _reduces(t: Term, space: str) -> bool:
+    return any(b.space.name == space for b in t.partials)
+
+
+def _to_row(t: Term, k: int, parts: int, strict: bool) -> list[str]:
+    """Part k of a row's tile joined with those before, in <term>_0 in the end.
+
+    `fold` adds the upper half to the lower one, and begins with halves of parts.
+    """
+    if not _reduces(t, "row"):
+        return []
+    if not strict and not t.is_max:
+        return [f"{t.name}_0 = {t.joined(f'{t.name}_0') if k else t.value}"]
+    half, to = parts // 2, k
+    lines = []
+    if parts > 1 and k >= half:
+        to = k - half
+        lines.append(f"{t.name}_{to} = {_both(t, f'{t.name}_{to}', t.name)}")
+    else:
+        lines.append(f"{t.name}_{k} = {t.name}")
+    if k == parts - 1:
+        while half > 1:
+            half //= 2
+            lines += [f"{t.name}_{i} = {_both(t, f'{t.name}_{i}', f'{t.name}_{i + half}')}" for i in range(half)]
+    return lines
+
+
+def _both(t: Term, one: str, other: str) -> str:
+    return f"larger({one}, {other})" if t.is_max else f"{one} + {other}"
+
+
+def _to_columns(t: Term, k: int, part: int, strict: bool) -> list[str]:
+    """Part k of a row's tile joined with what its columns have."""
+    if not _reduces(t, "col"):
+        return []
+    total = f"{t.name}s_{k}"
+    if strict or t.is_max:
+        return [f"{total} = down({total}, tl.reshape({t.name}, [ROWS, {part}]){_max(t)})"]
+    return [f"{total} = {t.joined(total)}"]
 
 
 _FIRST = {"row": "top", "col": "matrix * columns + left", "mat": "matrix"}
@@ -432,7 +494,7 @@ def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         out.append("        at_col = at_mat * width + at % width")
     given |= {f"live_{x}": "live" for x in read}
     out += _call(schedule, function, "        ", "True", {}, given)
-    out += [f"        put({t.name}_ptr, at, {t.name}, live, True)" for t in found]
+    out += [f"        put({t.name}_ptr, at, {t.value}, live, True)" for t in found]
     return out
 
 

@@ -72,6 +72,7 @@ class ClassRow:
     formulas: tuple[str, ...]
     rebuild: str
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
+    blocks: bool = False  # whether its user may say how many blocks of rows a parameter has
 
     @property
     def signature(self) -> list[str]:

@@ -177,6 +177,11 @@ TABLE: dict[str, Row] = {
         "the parts of what is kept are named by the value and a suffix; opt.state[p] has one tensor per name",
         "give the state another name than `{field}`",
     ),
+    "E309": Row(
+        "`{part}` of a plan is {want}, got {got}",
+        "",
+        'my_plan = Plan("8-bit moments.", signed=Blocked(), nonneg=LogMinMax())',
+    ),
     "E311": Row(
         "a codebook cannot have {what}: it takes {want}",
         "its numbers are what codes read as, times the largest magnitude of their block",

@@ -442,8 +442,7 @@ def _grouped(found: Source, params: Sequence[Tensor]) -> list[dict[str, Any]]:
         part = params[start:end]
         names = group.get("param_names")
         made.append({"params": list(zip(names, part, strict=True)) if names else list(part)})
-        if group.get("overrides"):
-            made[-1]["overrides"] = group["overrides"]
+        made[-1] |= {key: group[key] for key in ("overrides", "blocks") if group.get(key)}
         start = end
     return made
 
@@ -460,7 +459,7 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
     try:
         opt = cls(_grouped(found, params), plan=plan)
         seeds = [{"seed": g["seed"]} if "seed" in g else {} for g in found.groups]
-        dropped = {"plan", "overrides", "seed", "backend", "format"}
+        dropped = {"plan", "overrides", "blocks", "seed", "backend", "format"}
         numbers = iter(range(len(params)))
         groups = [
             {**{k: v for k, v in g.items() if k not in dropped}, "params": [next(numbers) for _ in g["params"]]}

@@ -461,6 +461,7 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         formulas=tuple(let.line for let in spec.trace().lets),
         rebuild=f"optgen build {spec.name}",
         evaluation=_evaluation(spec),
+        blocks=spec.blocks,
     )
 
 

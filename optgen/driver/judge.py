@@ -25,7 +25,8 @@ class Verdict:
 
 
 def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
-    """The verdict; raises UserError where a format cannot hold a state, or (without `force`) the lint refuses."""
+    """The verdict; raises UserError where a format cannot hold a state or a compander is wrong, and, without `force`,
+    where the lint refuses."""
     cases = list(targets.cases(spec, plan))
     if force:
         found = [f for case in cases for f in _linted(spec, case)]
@@ -35,12 +36,13 @@ def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
 
 
 def look(spec: Spec, plan: Plan) -> Verdict:
-    """The verdict without refusing on the lint's account; raises UserError only where a format does not fit."""
+    """The verdict without refusing on the lint's account; raises UserError where a format does not fit, or is wrong."""
     found = [f for case in targets.cases(spec, plan) for f in _linted(spec, case)]
     return Verdict(_once(found), plan.forced)
 
 
 def _linted(spec: Spec, case: targets.Case) -> list[Finding]:
+    lint.prove_companders(case.storage)
     return [replace(f, where=_where(case)) for f in lint.lint(lint.recurrences(spec, case.flags), case.storage)]
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+import optgen.formats
+import optgen.lang
 from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_frame, relative
@@ -245,10 +247,25 @@ def _neighbours(file: Path) -> Iterator[None]:
     """Lets a file import those beside it, as `helper` or as `specs.helper`; last on the path, nothing is shadowed."""
     before = list(sys.path)
     sys.path += [str(file.parent), str(file.parent.parent)]
+    # In a checkout `specs` is the package of the ready-made ones; a project's own files are found behind those.
+    package = _package("specs") if file.parent.name == "specs" else None
+    beside: list[str] = list(getattr(package, "__path__", ()))
+    if package is not None and str(file.parent) not in beside:
+        package.__path__ = [*beside, str(file.parent)]
     try:
         yield
     finally:
         sys.path[:] = before
+        if package is not None:
+            package.__path__ = beside
+
+
+def _package(name: str) -> ModuleType | None:
+    """A package that stands on Python's path; None where there is none."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
 
 
 def _as_user_error(error: Exception, file: Path) -> UserError:
@@ -270,6 +287,9 @@ def _as_user_error(error: Exception, file: Path) -> UserError:
 def _meant(error: Exception) -> str:
     """A name like the one that is not there; "" where none is near."""
     source: object
+    if isinstance(error, NameError) and error.name:
+        found = next((m for m in (optgen.lang, optgen.formats) if error.name in m.__all__), None)
+        return f"from {found.__name__} import {error.name}" if found else ""
     if isinstance(error, ImportError):
         words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
         source = sys.modules.get(words[2]) if words else None

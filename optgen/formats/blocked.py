@@ -10,7 +10,8 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import HALF, Coded, check_block, check_words
+from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words
+from optgen.formats.coded import HALF, Coded
 from optgen.formats.companders import Compander, softsign
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST, Scale, ue8m8
@@ -51,6 +52,8 @@ class Blocked(Coded):
     def __post_init__(self) -> None:
         check_block("Blocked", self.bits, self.block, self.loc, 2)
         check_words(self, of=("value", "sqrt"), zero=("half", "keep"))
+        check_part(self, "compander", Compander, A_COMPANDER)
+        check_part(self, "scale", Scale, A_SCALE)
         if self.of == "sqrt" and self.signed:
             raise UserError(
                 "E305", loc=self.loc, what='Blocked(signed=True, of="sqrt")', want="signed=False with a root"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,13 +11,15 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import Coded, check_block, check_words
+from optgen.formats.check import A_SCALE, check_block, check_part, check_words, is_number
+from optgen.formats.coded import Coded
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
 from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search
 from optgen.ops.tables import Book, book, f32
 
 Ties = Literal["down", "up"]
+
 
 @dataclass(frozen=True)
 class Codebook(Coded):
@@ -54,14 +55,15 @@ class Codebook(Coded):
 
     def __post_init__(self) -> None:
         check_block("Codebook", self.bits, self.block, self.loc, 2)
-        check_words(self, of=("value", "sqrt"))
+        check_words(self, of=("value", "sqrt"), ties=("down", "up"))
+        check_part(self, "scale", Scale, A_SCALE)
+        if not isinstance(self.name, str) or not f"x{self.name}".isidentifier() or not self.name.isascii():
+            self._refuse(f"with the name {self.name!r}", "ASCII letters, digits and underscores: printed code has it")
         name = self.name or getattr(self.table, "name", "") or "codebook"
         object.__setattr__(self, "table", _checked(self.table, self.bits, self.loc))
         object.__setattr__(self, "name", name)
         if self.signed and self.of == "sqrt":
             self._refuse('of negative numbers with of="sqrt"', "a table without them, or of='value'")
-        if self.ties not in ("down", "up"):
-            self._refuse(f"with ties={self.ties!r}", '"down" or "up"')
         if self.scale.literal or not self.scale.covers:
             self._refuse(f"under a {self.scale} scale", "one that no element exceeds, such as scales.fp32 or ue8m8")
 
@@ -137,7 +139,7 @@ def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float,
     if isinstance(table, (str, bytes)) or not isinstance(table, Sequence):
         raise refuse(f"a {type(table).__name__}", "a tuple of numbers, such as dynamic() or (-1.0, 0.0, 1.0)")
     for x in table:
-        if isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x):
+        if not is_number(x):
             raise refuse(f"{x!r} among its numbers", "finite numbers only")
     if not 2 <= len(table) <= 1 << bits:
         raise refuse(f"{len(table)} numbers", f"2 to {1 << bits} of them for codes of {bits} bits")

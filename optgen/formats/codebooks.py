@@ -7,6 +7,10 @@ import statistics
 from collections.abc import Iterable
 from functools import lru_cache
 
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.formats.check import is_number, is_whole
 from optgen.ops.tables import f32
 
 
@@ -21,7 +25,6 @@ class Numbers(tuple[float, ...]):
         return made
 
 
-@lru_cache
 def dynamic(signed: bool = True, bits: int = 8, *, zero: bool = True, one: bool = True) -> Numbers:
     """The dynamic map: decades, each cut into twice as many parts as the one below it (Dettmers, arXiv:1511.04561).
 
@@ -35,6 +38,20 @@ def dynamic(signed: bool = True, bits: int = 8, *, zero: bool = True, one: bool 
                 with 8 bits, 13 % with 4), so that the largest element of a block keeps its magnitude whatever its sign
                 (one entry less)
     """
+    _check_bits(bits, locs.here())
+    for option, value in (("signed", signed), ("zero", zero), ("one", one)):
+        if not isinstance(value, bool):
+            raise UserError("E311", loc=locs.here(), what=f"{option}={value!r}", want="True or False")
+    return _dynamic(signed, bits, zero, one)
+
+
+def _check_bits(bits: int, loc: Loc) -> None:
+    if not is_whole(bits) or not 2 <= bits <= 8:
+        raise UserError("E311", loc=loc, what=f"{bits!r} bits", want="a whole number, 2 to 8")
+
+
+@lru_cache
+def _dynamic(signed: bool, bits: int, zero: bool, one: bool) -> Numbers:
     exponents = bits - 1
     positive: list[float] = []
     low, step = f32(0.1), f32(1 - f32(0.1))
@@ -51,17 +68,28 @@ def dynamic(signed: bool = True, bits: int = 8, *, zero: bool = True, one: bool 
     return Numbers(name, (*negative, *([0.0] if zero else []), *positive, *([1.0] if one else [])))
 
 
-@lru_cache
-def powers(p: int = 1, bits: int = 4) -> Numbers:
-    """(k / 2^bits)^p, k from 1 on: unsigned, without 0 (Li et al., arXiv:2309.01507)."""
-    n = 1 << bits
-    name = f"power{p}_{bits}" if p != 1 else f"linear{bits}_nozero"
-    return Numbers(name, (f32((k / n) ** p) for k in range(1, n + 1)))
+def powers(p: float = 1, bits: int = 4) -> Numbers:
+    """(k / 2^bits)^p, k from 1 on: unsigned, without 0 (Li et al., arXiv:2309.01507).  0 < p <= 16."""
+    return _checked_powers(p, bits, locs.here())
 
 
 def linear_nozero(bits: int = 4) -> Numbers:
     """k / 2^bits, k from 1 on: unsigned, without 0."""
-    return powers(1, bits)
+    return _checked_powers(1, bits, locs.here())
+
+
+def _checked_powers(p: float, bits: int, loc: Loc) -> Numbers:
+    _check_bits(bits, loc)
+    if not is_number(p) or not 0 < p <= 16:
+        raise UserError("E311", loc=loc, what=f"the power {p!r}", want="0 < p <= 16")
+    return _powers(p, bits)
+
+
+@lru_cache
+def _powers(p: float, bits: int) -> Numbers:
+    n = 1 << bits
+    name = f"power{p:g}_{bits}".replace(".", "_") if p != 1 else f"linear{bits}_nozero"
+    return Numbers(name, (f32((k / n) ** p) for k in range(1, n + 1)))
 
 
 @lru_cache

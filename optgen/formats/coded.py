@@ -7,48 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from optgen.base.errors import UserError
-from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.format import Format, Rounding
 from optgen.lang.values import Num, sqrt
-
-BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Elements that a scale may be for."""
 
 NOISE_BITS = 12
 """What a code of 8 bits or fewer draws where it is rounded stochastically."""
 
 HALF = 0.5 - 2.0**-10
 """What code 0 reads as where it must not be 0: safely on its own side of the next code."""
-
-
-def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -> None:
-    """Raises UserError for a width or block size that no kernel has."""
-    if not isinstance(bits, int) or bits not in range(least, 9):
-        raise UserError("E305", loc=loc, what=f"{name} of {bits} bits", want=f"{least} to 8 bits")
-    if not isinstance(block, int) or block not in BLOCKS:
-        raise UserError(
-            "E305", loc=loc, what=f"{name} with blocks of {block}", want=f"a power of two, 16 to {BLOCKS[-1]}"
-        )
-
-
-def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
-    """Raises UserError for a word that a format does not know, and for a relative one of roots.
-
-    fmt   the format, with its `rounding` and what else it has
-    more  field -> the words that it may be
-    """
-    name = type(fmt).__name__
-    for key, known in ({"rounding": ("nearest", "stochastic", "auto")} | more).items():
-        value = getattr(fmt, key)
-        if value not in known:
-            want = ", ".join(f'"{word}"' for word in known)
-            raise UserError("E305", loc=fmt.loc, what=f"{name}({key}={value!r})", want=want)
-    if getattr(fmt, "relative", False) and fmt.of == "sqrt":
-        raise UserError(
-            "E305", loc=fmt.loc, what=f'{name}(relative=True, of="sqrt")', want="one of both: a root is kept as it is"
-        )
 
 
 @dataclass(frozen=True)
@@ -113,4 +80,4 @@ class Coded(Format):
         return self.times_scale(parts) if self.of == "sqrt" else super().decode_root(parts)
 
 
-__all__ = ["BLOCKS", "HALF", "NOISE_BITS", "Coded", "check_block", "check_words"]
+__all__ = ["HALF", "NOISE_BITS", "Coded"]

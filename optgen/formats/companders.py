@@ -17,6 +17,7 @@ from functools import lru_cache
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
+from optgen.formats.check import check_line, check_number
 from optgen.lang import values
 from optgen.lang.values import Num, sqrt, where
 
@@ -25,6 +26,9 @@ Curve = Callable[[Num], Num]
 # The last code reads as a hair less than the scale, whatever rounds on the way: encoded again it must not exceed
 # the scale, which would then be rounded up to the next one.  Four roundings for a root that was squared.
 BELOW = 2.0**-22
+
+# How much denser than those of `linear` codes may lie at 0: as under log(16), the steepest.
+STEEPEST = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,15 @@ class Compander:
     odd: bool = False
     short_encode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
     short_decode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
-    loc: Loc | None = field(default=None, compare=False, repr=False)
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_line(f"a compander named {self.name!r}", self.name, self.loc)
+        for key in ("curve", "inverse"):
+            value = getattr(self, key)
+            if not callable(value) or isinstance(value, (type, Compander)):
+                want = "a function of one value, such as lambda n: n * (2 - n)"
+                raise UserError("E305", loc=self.loc, what=f"{key}={value!r} of compander {self.name}", want=want)
 
     def __str__(self) -> str:
         return self.name
@@ -76,11 +88,14 @@ linear = Compander(
 )
 
 
-@lru_cache
 def softsign(k: float = 1.0) -> Compander:
-    """n -> (1 + k) n / (1 + k n): codes (1 + k) times denser at 0, (1 + k) times sparser at 1."""
-    if not k > 0:
-        raise UserError("E305", loc=locs.here(), what=f"softsign({k:g})", want="k > 0")
+    """n -> (1 + k) n / (1 + k n): codes (1 + k) times denser at 0, (1 + k) times sparser at 1; 2^-16 <= k <= 2^16."""
+    check_number(f"softsign({k!r})", k, 1 / STEEPEST, STEEPEST, "2^-16 <= k <= 2^16", locs.here())
+    return _softsign(k)
+
+
+@lru_cache
+def _softsign(k: float) -> Compander:
     # A number that is a whole one stays exact in SymPy.
     k = int(k) if float(k).is_integer() else k
 
@@ -105,11 +120,14 @@ def softsign(k: float = 1.0) -> Compander:
 root = Compander("root", lambda n: sqrt(n), lambda y: y * y)
 
 
-@lru_cache
 def power(p: float) -> Compander:
-    """n -> n ** p, 0 < p <= 1."""
-    if not 0 < p <= 1:
-        raise UserError("E305", loc=locs.here(), what=f"power({p:g})", want="0 < p <= 1")
+    """n -> n ** p, 1/16 <= p <= 1."""
+    check_number(f"power({p!r})", p, 1 / 16, 1, "1/16 <= p <= 1", locs.here())
+    return _power(p)
+
+
+@lru_cache
+def _power(p: float) -> Compander:
     if p == 1:
         return linear
     if p == 0.5:
@@ -121,11 +139,17 @@ def power(p: float) -> Compander:
     return Compander(f"power({p:g})", lambda n: values.power(n, p), lambda y: values.power(y, 1 / p))
 
 
-@lru_cache
 def log(octaves: int = 8) -> Compander:
     """n -> log2(1 + (2^octaves - 1) n) / octaves: telephony's mu-law, with an exact 0."""
-    if octaves != int(octaves) or not 1 <= octaves <= 16:
-        raise UserError("E305", loc=locs.here(), what=f"log({octaves})", want="a whole number of octaves, 1 to 16")
+    want = "a whole number of octaves, 1 to 16"
+    check_number(f"log({octaves!r})", octaves, 1, 16, want, locs.here())
+    if octaves != int(octaves):
+        raise UserError("E305", loc=locs.here(), what=f"log({octaves!r})", want=want)
+    return _log(int(octaves))
+
+
+@lru_cache
+def _log(octaves: int) -> Compander:
     mu = 2**octaves - 1
     return Compander(
         f"log({octaves})",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
 from optgen.formats import words
+from optgen.formats.check import check_words
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.lang.values import Num
 from optgen.ops import dtypes
@@ -23,6 +27,13 @@ class Float(Format):
 
     dtype: DType
     rounding: Rounding = "nearest"
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, DType) or self.dtype not in (dtypes.f32, dtypes.bf16, dtypes.f16):
+            want = "floats.f32, floats.bf16 or floats.f16"
+            raise UserError("E305", loc=self.loc, what=f"Float({self.dtype!r})", want=want)
+        check_words(self)
 
     def __str__(self) -> str:
         return self.dtype.name if self.noise_bits == 0 else f"{self.dtype.name}, stochastic"

@@ -11,7 +11,8 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
-from optgen.formats.coded import HALF, Coded, check_block, check_words
+from optgen.formats.check import A_SCALE, check_block, check_part, check_words
+from optgen.formats.coded import HALF, Coded
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, where
@@ -55,10 +56,9 @@ class Fp8(Coded):
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise UserError("E305", loc=self.loc, what=f"Fp8({self.kind!r})", want=", ".join(map(repr, _KINDS)))
         check_block("Fp8", 8, self.block, self.loc, 2)
-        check_words(self, of=("value", "sqrt"), zero=("half", "keep"))
+        check_words(self, kind=tuple(_KINDS), of=("value", "sqrt"), zero=("half", "keep"))
+        check_part(self, "scale", Scale, A_SCALE)
         if self.of == "sqrt" and self.signed:
             raise UserError("E305", loc=self.loc, what=f'Fp8({self.kind!r}, of="sqrt")', want='"ue4m4" with a root')
         if self.scale.literal or not self.scale.covers:

@@ -16,7 +16,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import check_block, check_words
+from optgen.formats.check import check_block, check_words, is_number
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.pseudolog import PseudoLog
 from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
@@ -51,9 +51,9 @@ class LogMax(PseudoLog):
         check_block("LogMax", self.bits, self.block, self.loc, 2)
         check_words(self)
         least, most = self.codes / 128, self.codes / 2
-        if not least <= self.octaves <= most:
+        if not is_number(self.octaves) or not least <= self.octaves <= most:
             raise UserError(
-                "E305", loc=self.loc, what=f"LogMax of {self.bits} bits over {self.octaves:g} octaves",
+                "E305", loc=self.loc, what=f"LogMax of {self.bits} bits over {self.octaves!r} octaves",
                 want=f"{least:.3g} to {most:g} octaves: cells of 1/128 to 1/2 octave",
             )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Literal
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import check_block, check_words
+from optgen.formats.check import check_block, check_words
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.pseudolog import PseudoLog
 from optgen.lang.values import (

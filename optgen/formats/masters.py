@@ -15,6 +15,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
+from optgen.formats.check import check_words, is_whole
 from optgen.formats.format import Field, Master, Noise, Rounding
 from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
 from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32, u8
@@ -25,6 +26,10 @@ class Native(Master):
     """The parameter alone.  Under nearest rounding updates below half an ulp are lost."""
 
     rounding: Rounding = "nearest"
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_words(self)
 
     def __str__(self) -> str:
         return f"the parameter itself, {'nearest' if self.rounding == 'nearest' else 'stochastic'}"
@@ -139,8 +144,9 @@ class Split(Narrow):
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 16):
-            raise UserError("E305", loc=self.loc, what=f"Split({self.bits})", want="8 or 16 further bits")
+        if not is_whole(self.bits) or self.bits not in (8, 16):
+            raise UserError("E305", loc=self.loc, what=f"Split({self.bits!r})", want="8 or 16 further bits")
+        check_words(self)
 
     def __str__(self) -> str:
         how = "" if self.bits == 16 else ", stochastic" if self.rounding != "nearest" else ", nearest"

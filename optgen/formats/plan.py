@@ -4,6 +4,7 @@ no n * k lines.  `Plan.storage` joins a plan with the states of a rule."""
 from __future__ import annotations
 
 import dis
+import keyword
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc
 from optgen.formats import floats
+from optgen.formats.check import is_whole
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.lang.declare import StateDecl
@@ -96,6 +98,20 @@ def _first_frame_outside() -> FrameType:
     return frame
 
 
+def _check_overrides(overrides: object, loc: Loc) -> None:
+    got = "" if overrides is None or isinstance(overrides, Mapping) else f"a {type(overrides).__name__}"
+    if isinstance(overrides, Mapping):
+        got = next((f"the key {key!r}" for key in overrides if not isinstance(key, str)), "")
+    if got:
+        want, hint = "a dict: the name of a state -> its format", 'Plan(..., overrides=dict(exp_avg=Blocked()))'
+        raise UserError("E309", loc=loc, part="overrides", want=want, got=got, hint=hint)
+
+
+def _nameable(name: str) -> bool:
+    """Whether a folder and a Python module can have this name; "" is a plan's that has none."""
+    return not name or (name.isidentifier() and name.isascii() and not keyword.iskeyword(name))
+
+
 _PARTS = (
     "name", "master", "signed", "nonneg", "reduced", "initial", "small", "small_numel", "overrides", "read_back",
     "forced",
@@ -156,10 +172,11 @@ class Plan:
         frame = _first_frame_outside()
         for key in unknown:
             raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, _PARTS))
+        _check_overrides(overrides, locs.of_frame(frame))
         values: dict[str, Any] = {
             "doc": doc,
-            "name": name or _assigned_name(frame),
-            "master": master or Native(),
+            "name": _assigned_name(frame) if name == "" else name,
+            "master": Native() if master is None else master,
             "signed": signed,
             "nonneg": nonneg,
             "reduced": reduced,
@@ -176,6 +193,7 @@ class Plan:
         self._check()
 
     def _check(self) -> None:
+        self._check_words()
         slots = {name: getattr(self, name) for name in ("signed", "nonneg", "reduced", "initial", "small")}
         for slot, value in (slots | {f"overrides[{k!r}]": v for k, v in self.overrides.items()}).items():
             if not isinstance(value, Format):
@@ -204,6 +222,17 @@ class Plan:
                     "E305", loc=self.loc, what=f"{slot}={fmt}", want="a format that needs no rows and columns there"
                 )
 
+    def _check_words(self) -> None:
+        for part, fits, want in (
+            ("doc", isinstance(self.doc, str), "a text, the first argument"),
+            ("name", isinstance(self.name, str) and _nameable(self.name), "a Python name: it becomes a module"),
+            ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
+            ("read_back", isinstance(self.read_back, bool), "True or False"),
+            ("forced", isinstance(self.forced, str), "the reason, a text"),
+        ):
+            if not fits:
+                raise UserError("E309", loc=self.loc, part=part, want=want, got=repr(getattr(self, part)))
+
     def _not_a(self, slot: str, value: object, want: str, kind: type) -> UserError:
         called = isinstance(value, type) and issubclass(value, kind)
         got = value.__name__ if isinstance(value, type) else repr(value)
@@ -219,7 +248,8 @@ class Plan:
         for key in changes:
             if key not in _PARTS:
                 raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, _PARTS))
-        changes["overrides"] = {**self.overrides, **changes.get("overrides", {})}
+        _check_overrides(changes.get("overrides"), locs.of_frame(frame))
+        changes["overrides"] = {**self.overrides, **(changes.get("overrides") or {})}
         changes.setdefault("name", _assigned_name(frame))
         return Plan(doc or self.doc, **{**own, **changes})
 

@@ -10,7 +10,8 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import HALF, Coded, check_block, check_words
+from optgen.formats.check import A_COMPANDER, check_block, check_part, check_words
+from optgen.formats.coded import HALF, Coded
 from optgen.formats.companders import Compander, linear
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.formats.scales import LARGEST, SMALLEST
@@ -59,6 +60,7 @@ class Rank1(Coded):
     def __post_init__(self) -> None:
         check_block("Rank1", self.bits, self.vectors, self.loc, 2)
         check_words(self, of=("value", "sqrt"), zero=("free", "half", "keep"))
+        check_part(self, "compander", Compander, A_COMPANDER)
         if self.of == "sqrt" and self.signed:
             raise UserError(
                 "E305", loc=self.loc, what='Rank1(signed=True, of="sqrt")', want="signed=False with a root"

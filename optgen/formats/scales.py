@@ -18,7 +18,10 @@ import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
 from optgen.formats import words
+from optgen.formats.check import check_line, check_number
 from optgen.lang.values import Num, cast, equal, from_bits, maximum, minimum, where
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
@@ -180,6 +183,14 @@ class FloatScale(Scale):
     name: str = "fp32"
     dtype: DType = dtypes.f32
     least: float = SMALLEST
+
+    def __post_init__(self) -> None:
+        check_line(f"FloatScale(name={self.name!r})", self.name, locs.here(2))
+        want = "2^-118 <= least < 2^128"
+        check_number(f"FloatScale(least={self.least!r})", self.least, SMALLEST, LARGEST, want, locs.here(2))
+        if self.dtype is not dtypes.f32:
+            want = "ue8m8 or bf16_up, which are scales of 16 bits"
+            raise UserError("E305", loc=locs.here(2), what=f"FloatScale(dtype={self.dtype})", want=want)
 
     def __str__(self) -> str:
         return self.name if self.least == SMALLEST else f"{self.name} (from {self.least:.3g})"

@@ -138,9 +138,9 @@ def _refuse(what: str, hint: str) -> UserError:
     return UserError("E113", loc=author_loc(), what=what, hint=hint)
 
 
-def _number(what: str, x: object) -> float:
+def _number(what: str, x: object, hint: str = "") -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise _refuse(f"{what} is a number, got {x!r}", "")
+        raise _refuse(f"{what} is a number, got {x!r}", hint)
     return float(x)
 
 
@@ -154,6 +154,8 @@ def _state(
         raise _refuse(f"when= is the name of a flag in quotes, got {when!r}", 'for instance when="amsgrad"')
     named = isinstance(init, str) and init != "param" and space in (spaces.tensor, spaces.model)
     start: float | str = str(init) if init == "param" or named else _number("init=", init)
+    if not isinstance(start, str) and not math.isfinite(start):
+        raise _refuse(f"a state cannot start at {start:g}", "a finite number")
     if nonneg in traits and not isinstance(start, str) and start < 0:
         raise _refuse(f"a state declared nonneg cannot start at {start:g}", "")
     if start == "param" and (space is not spaces.elem or nonneg in traits):
@@ -211,12 +213,15 @@ def hyper(
     if ge is not None and gt is not None or le is not None and lt is not None:
         raise _refuse("a range has one lower and one upper end", "give ge= or gt=, and le= or lt=")
     value: float | tuple[float, ...]
+    for name, bound in (("ge=", ge), ("gt=", gt), ("le=", le), ("lt=", lt)):
+        if bound is not None and math.isnan(_number(name, bound)):
+            raise _refuse(f"{name} is a number, got nan", "")
     if isinstance(default, tuple):
         if not default:
             raise _refuse("a tuple hyper-parameter has at least one part", "")
         value = tuple(_number("a hyper-parameter's default", x) for x in default)
     else:
-        value = _number("a hyper-parameter's default", default)
+        value = _number("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
     return HyperDecl("", value, ge, gt, le, lt)
 
 

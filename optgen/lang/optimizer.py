@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from types import FunctionType
+from typing import Any, Literal
 
 from optgen.base.errors import UserError, did_you_mean
-from optgen.base.loc import Loc
+from optgen.base.loc import Loc, of_code
 from optgen.base.names import camel, is_snake
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
 from optgen.lang.source import Source
@@ -19,8 +21,8 @@ from optgen.ops import spaces
 LEAVES = ("p", "g", "t")
 # Names that generated code needs for itself: constructor arguments, kernel arguments, keys of a param group.
 RESERVED = frozenset(
-    "p g t step params maximize plan overrides module offload backend seed self state defaults param_groups grad_scale "
-    "step_key stream_key place index table work weight weight_low weight_master weight_compensation numel "
+    "p g t step params maximize plan overrides blocks module offload backend seed self state defaults param_groups "
+    "grad_scale step_key stream_key place index table work weight weight_low weight_master weight_compensation numel "
     "at at_block live live_block b values scalars tl triton torch".split()
 )
 # What generated code calls or takes where hyper-parameters, flags and host states are variables.
@@ -33,12 +35,14 @@ CALLED = frozenset(
 
 
 def optimizer(
+    function: object = None,
+    /,
     *,
     cite: str = "",
     like: str | None = None,
     name: str | None = None,
     evaluate: Callable[..., Any] | None = None,
-    matrix: Matrix = "last",
+    matrix: Matrix | Literal["blocks"] = "last",
 ) -> Callable[[Callable[..., Any]], Spec]:
     """Makes a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
 
@@ -48,13 +52,32 @@ def optimizer(
     evaluate  the weights that the model is evaluated with, where they are not p: a function (p, states..., *,
           hyper-parameters...) of plain arithmetic, with the names that the spec has for them
     matrix  whose rows and columns are reduced: "last", of the last two dimensions, once for each index of the leading
-            ones; "first", of the first dimension (output neurons, channels) against all others
+            ones; "first", of the first dimension (output neurons, channels) against all others; "blocks", the same,
+            and the user may say of single parameters how many blocks of consecutive rows are one row each
     """
-    if matrix not in ("last", "first"):
-        hint = "first: dimension 0 against all others; last: the last two dimensions"
-        raise UserError("E113", loc=author_loc(), what=f'matrix= is "first" or "last", got {matrix!r}', hint=hint)
+    if function is not None:
+        what = "`@optimizer` stands without its parentheses"
+        raise UserError("E113", loc=author_loc(), what=what, hint='@optimizer(cite="...")')
+    for option, text in (("cite", cite), ("like", like or ""), ("name", name or "")):
+        if not isinstance(text, str):
+            raise UserError("E113", loc=author_loc(), what=f"{option}= is a text, got {text!r}", hint="")
+    if name is not None and (not name.isidentifier() or not name.isascii() or keyword.iskeyword(name)):
+        raise UserError("E113", loc=author_loc(), what=f"name= is that of a class, got {name!r}", hint='name="MyRule"')
+    if matrix not in ("last", "first", "blocks"):
+        hint = (
+            "last: the last two dimensions; first: dimension 0 against all others; blocks: the same, where the user "
+            "may put consecutive rows together"
+        )
+        what = f'matrix= is "last", "first" or "blocks", got {matrix!r}'
+        raise UserError("E113", loc=author_loc(), what=what, hint=hint)
 
     def make(function: Callable[..., Any]) -> Spec:
+        if not isinstance(function, FunctionType):
+            what = f"`@optimizer` makes a spec of a function, got {getattr(function, '__name__', repr(function))}"
+            raise UserError("E113", loc=author_loc(), what=what, hint="def my_rule(p, g, average=state(), *, lr=...):")
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            what = f"`{function.__name__}` does not return: it yields, or is async"
+            raise UserError("E113", loc=of_code(function.__code__), what=what, hint="a plain def that ends with return")
         return _spec(function, cite, like, name, evaluate, matrix)
 
     return make
@@ -66,7 +89,7 @@ def _spec(
     like: str | None,
     name: str | None,
     evaluate: Callable[..., Any] | None,
-    matrix: Matrix,
+    matrix: Matrix | Literal["blocks"],
 ) -> Spec:
     source = Source(function)
     if not is_snake(source.name):
@@ -92,11 +115,12 @@ def _spec(
         states=tuple(d for d in declared if isinstance(d, StateDecl)),
         host_states=tuple(d for d in declared if isinstance(d, HostStateDecl)),
         takes_step="t" in leaves,
-        matrix=matrix,
+        matrix="first" if matrix == "blocks" else matrix,
         order=("p", *(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))),
         function=function,
         source=source,
         evaluation=_evaluation(evaluate, declared) if evaluate is not None else None,
+        blocks=matrix == "blocks",
     )
     _check_names(spec)
     _check_references(spec)
@@ -137,6 +161,12 @@ def _declared(p: inspect.Parameter, source: Source) -> Declaration:
     loc = source.parameters.get(p.name, source.head)
     keyword = p.kind is p.KEYWORD_ONLY
     d = p.default
+    if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        stars = "*" if p.kind is p.VAR_POSITIONAL else "**"
+        hint = "name every state and hyper-parameter; a lone `*` divides them"
+        raise UserError("E111", loc=loc, name=f"{stars}{p.name}", got="any number of arguments", hint=hint)
+    if d is p.empty:
+        raise UserError("E111", loc=loc, name=p.name, got="without a default")
     if isinstance(d, (StateDecl, HostStateDecl)) and not keyword or isinstance(d, FlagDecl) and keyword:
         return replace(d, name=p.name, loc=loc)
     if isinstance(d, HyperDecl) and keyword:
@@ -149,8 +179,7 @@ def _declared(p: inspect.Parameter, source: Source) -> Declaration:
     if callable(d):
         called = getattr(d, "__name__", "it")
         raise UserError("E111", loc=loc, name=p.name, got=f"`{called}` itself", hint=f"call it: {called}(...)")
-    got = "no default" if d is p.empty else f"{d!r}"
-    raise UserError("E111", loc=loc, name=p.name, got=got)
+    raise UserError("E111", loc=loc, name=p.name, got=f"{d!r}")
 
 
 def _parts(name: str, decl: HyperDecl, source: Source) -> tuple[str, ...]:

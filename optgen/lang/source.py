@@ -98,7 +98,8 @@ class Source:
         self.name = function.__name__
         found = self._find()
         if found is None:
-            raise UserError("E132", loc=of_code(self.code), name=self.name)
+            hint = {"hint": "a spec is a `def` of its own"} if self.name == "<lambda>" else {}
+            raise UserError("E132", loc=of_code(self.code), name=self.name, **hint)
         self.node: ast.FunctionDef = found
         self.globals: dict[str, Any] = function.__globals__
 

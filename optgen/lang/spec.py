@@ -71,6 +71,7 @@ class Spec:
     function: Callable[..., Any] = field(repr=False)
     source: Source = field(repr=False)
     evaluation: Evaluation | None = None
+    blocks: bool = False  # whether rows are blocks of consecutive rows, as many as its user says of a parameter
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The author's function itself."""

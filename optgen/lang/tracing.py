@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from optgen.base.errors import UserError
+from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_frame
 from optgen.ir import node as ir
 from optgen.ir.node import Node
@@ -26,6 +27,9 @@ _REMEDY = {
     "tensor": "reduce it with mean(), norm() or amax()",
     "host": "a host state depends on hyper-parameters and t only",
 }
+
+# Where Python and installed packages are: an error inside of them has its place where the author calls them.
+_LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
 
 
 class Tracer:
@@ -105,8 +109,9 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
         raise
     except Exception as error:
         place = _raised_at(error, spec)
-        hint = instead_of(called(place)[0])
-        raise UserError("E131", loc=place, kind=type(error).__name__, text=str(error), hint=hint) from error
+        text = next(iter(str(error).splitlines()), "")
+        hint = _meant(error, place, spec)
+        raise UserError("E131", loc=place, kind=type(error).__name__, text=text, hint=hint) from error
     tracer.finish()
     places = {name: loc for _, parts in spec.source.returns for name, loc in parts}
 
@@ -133,11 +138,30 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
     )
 
 
+def _meant(error: Exception, place: Loc, spec: Spec) -> str:
+    """What to write instead, as far as an error of Python's says it."""
+    if isinstance(error, NameError) and error.name:
+        if error.name in sys.modules["optgen.lang"].__dict__["__all__"]:
+            return f"from optgen.lang import {error.name}"
+        known = [*spec.order, "g", *[h.name for h in spec.hypers], *[f.name for f in spec.flags]]
+        near = did_you_mean(error.name, known)
+        return near if near.startswith("did you mean") else ""
+    name, written = called(place)
+    if ours := instead_of(name):
+        return ours
+    if isinstance(error, AttributeError) and isinstance(error.obj, Value):
+        return "values have operators, no methods; functions are those of optgen.lang: 0.9 * m + 0.1 * g, sqrt(m)"
+    if written.startswith(("torch.", "np.", "numpy.", "math.")):
+        return "a value is neither a tensor nor a number: operators, and functions of optgen.lang, take it"
+    return ""
+
+
 def _raised_at(error: Exception, spec: Spec) -> Loc:
     """The innermost place of the traceback in a spec file or a helper that the author wrote."""
     place = spec.loc
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith("optgen.") or module.startswith("optgen._specs"):
+        foreign = module.startswith("optgen.") or frame.f_code.co_filename.startswith(_LIBRARIES)
+        if module.startswith("optgen._specs") or not foreign:
             place = of_frame(frame)
     return place

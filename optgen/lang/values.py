@@ -184,6 +184,9 @@ class Value:
     def __getitem__(self, key: object) -> Value:
         raise UserError("E102", loc=author_loc(), what="x[...]", hint=_ONE)
 
+    def __setitem__(self, key: object, value: object) -> None:
+        raise UserError("E102", loc=author_loc(), what="x[...] =", hint=_ONE)
+
     def __iter__(self) -> Any:
         raise UserError("E102", loc=author_loc(), what="unpacking", hint="only a tuple hyper-parameter has parts")
 

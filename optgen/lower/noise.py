@@ -43,6 +43,11 @@ def _i32(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
+def salt(k: int) -> int:
+    """What sets the k-th word of an element apart, 32 bits: the four above, then multiples of the golden ratio."""
+    return SALTS[k] if k < len(SALTS) else (2 * k + 1) * M3 & 0xFFFFFFFF
+
+
 def places(shares: Iterable[tuple[int, int]]) -> int:
     """What a step's place in its window is multiplied with to stand on top of each field (shift, bits) of a word."""
     return sum(1 << (shift + bits - PLACE) for shift, bits in shares if bits >= PLACE)
@@ -53,7 +58,7 @@ def word(k: int, at: int) -> Node:
     index = Value(ir.index())
     stream, step = Value(ir.key("stream_key")), Value(ir.key("step_key"))
     x = lshr(index, 3) ^ stream ^ (step & -WINDOW)
-    x = (x ^ _i32(SALTS[k]) if k else x) * _i32(M1)
+    x = (x ^ _i32(salt(k)) if k else x) * _i32(M1)
     x = (x ^ lshr(x, 16)) * _i32(M2)
     x = x ^ lshr(x, 15)
     moved = x ^ (step & (WINDOW - 1)) * _i32(at)

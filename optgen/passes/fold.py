@@ -73,6 +73,10 @@ EXACT = Rewriter(exact)
 """The EXACT rules on whole expressions; nodes never change, so what was made of one is kept."""
 
 
+FEW = ("model", "tensor", "mat", "row")
+"""Spaces whose values all elements of a row share: a kernel multiplies them by scalars once for all of these."""
+
+
 @dataclass
 class Product:
     """host * block * (product of num) / (product of den)."""
@@ -170,10 +174,14 @@ class Grouper:
     def join(self, p: Product) -> Node | None:
         """The node: host * block * num / den; None for 1."""
         scale, square = _mul(p.host, p.block), len({n.uid for n in p.num}) < len(p.num)
+        for n in p.num:
+            if n.space.name in FEW and p.block is None:
+                scale = _mul(scale, n)
         # (h * g) * g rather than h * (g * g), which overflows where the product may not: as many instructions.
         out = scale if square else None
         for n in p.num:
-            out = _mul(out, n)
+            if n.space.name not in FEW or p.block is not None:
+                out = _mul(out, n)
         if not square:
             out = _mul(scale, out)
         den: Node | None = None

@@ -4,9 +4,14 @@ The sweep then adds up as little as it can; the factor meets one value per row, 
 one per element.  An addend leaves only where neither side can be negative, so that nothing cancels.  A product whose
 other factors all stand twice becomes a square, whose root is computed once.
 
+Likewise what few values there are of is divided and multiplied where they are few, between the sweeps: an element's
+value meets one factor per row, and one per column.
+
 rewrite (ROUNDS):
     row_sum(mul(mul(h, x), mul(h, x)))               ->  mul(mul(h, h), row_sum(mul(x, x)))
+    row_sum(div(mul(h, x), y))                       ->  mul(h, row_sum(div(x, y)))
     div(row_sum(add(mul(x, x), h)), #extent.columns) ->  add(div(row_sum(mul(x, x)), #extent.columns), h), h >= 0
+    div(mul(x, row), tensor)                         ->  mul(x, mul(row, div(1.0, tensor)))      x per element
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Program
 from optgen.ir.ranges import Intervals
-from optgen.ops import spaces
+from optgen.ops import dtypes, spaces
 
 
 def _factors(node: Node) -> list[Node]:
@@ -37,6 +42,39 @@ def _product(factors: list[Node]) -> Node:
     for x in factors[1:]:
         out = ir.op("mul", out, x)
     return out
+
+
+FEW = ("model", "tensor", "mat", "row")
+
+
+def _is_few(node: Node) -> bool:
+    return node.space.name in FEW
+
+
+def _apart(node: Node) -> Node:
+    """A product of an element's value and of several of rows, matrices or tensors: these as one factor."""
+    few: list[Node] = []
+    rest: list[Node] = []
+    divides = False
+
+    def collect(x: Node) -> None:
+        nonlocal divides
+        if x.op == "mul" and x.space == spaces.elem:
+            for a in x.args:
+                collect(a)
+        elif x.op == "div" and x.space == spaces.elem and _is_few(x.args[1]):
+            collect(x.args[0])
+            divides = True
+            few.append(ir.op("div", ir.const(1.0), x.args[1]))
+        elif _is_few(x):
+            few.append(x)
+        else:
+            rest.append(x)
+
+    collect(node)
+    if not rest or not (divides or len(few) > 1):
+        return node
+    return ir.op("mul", _product(rest), _product(few))
 
 
 def _square(factors: list[Node]) -> Node:
@@ -80,15 +118,21 @@ def linear(program: Program) -> Program:
                 if addend.space == spaces.host and rest.space == spaces.elem and nonneg(rest) and nonneg(addend):
                     fired = True
                     return ir.op("add", ir.op("div", rule(ir.op(total.op, rest)), count), addend)
+        if node.op in ("mul", "div") and node.space == spaces.elem and node.dtype is dtypes.f32:
+            new = _apart(node)
+            fired = fired or new is not node
+            return new
         if not _is_sum(node):
             return node
-        factors = _factors(node.args[0])
+        (x,) = node.args
+        factors = _factors(x.args[0] if x.op == "div" else x)
         host = [f for f in factors if f.space == spaces.host]
         others = [f for f in factors if f.space != spaces.host]
         if not host or not others or _square(others).space != spaces.elem:
             return node
         fired = True
-        return ir.op("mul", _product(host), ir.op(node.op, _square(others)))
+        rest = _square(others)
+        return ir.op("mul", _product(host), ir.op(node.op, ir.op("div", rest, x.args[1]) if x.op == "div" else rest))
 
     rewrite = Rewriter(rule)
     kept = tuple(replace(k, old=rewrite(k.old), new=rewrite(k.new)) for k in program.kept)

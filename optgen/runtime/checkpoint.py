@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optgen.runtime import foreign, layout, low_bits, options, plans, sharding, state
+from optgen.runtime import blocks, foreign, layout, low_bits, options, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float
@@ -45,14 +45,18 @@ def _plans_of_single_parameters(
     return group, entries
 
 
-def _columns_of_dimensions(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """2 -> 3: the same, but for rank-1 scales of tensors of more than two dimensions: one for each index of each
-    dimension behind the first, where version 2 had one for each combination of indices.  `_misread` tells them apart.
+def _blocks_of_single_parameters(
+    group: dict[str, Any], entries: dict[Any, Any]
+) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """2 -> 3: the same; since then a group may have "blocks", which version 2 would not see.
+
+    Rank-1 scales of tensors of more than two dimensions are one for each index of each dimension behind the first,
+    where version 2 had one for each combination of indices: `_misread` tells them apart.
     """
     return group, entries
 
 
-MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters, _columns_of_dimensions)
+MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters, _blocks_of_single_parameters)
 """From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
 
 A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
@@ -117,8 +121,9 @@ def read(
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
-    _take_overrides(cls, groups, merged, saved_groups, order, misfits)
-    misfits.stop()
+    _take_overrides(cls, groups, merged, saved_groups, order)
+    if cls.BLOCKS:
+        _take_blocks(cls, groups, merged, saved_groups, order)
     _known_ids(order, saved_state, misfits)
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
@@ -270,8 +275,9 @@ def _merge(
     if sorted(taken.get("param_names", ())) == sorted(group.get("param_names", ())):
         taken.pop("param_names", None)  # matched by name: the present order holds
     merged = {**group, **taken}
-    if "plan" in saved and "overrides" not in saved:
-        merged.pop("overrides", None)
+    for key in ("overrides", "blocks"):
+        if "plan" in saved and key not in saved:
+            merged.pop(key, None)
     try:
         merged.update(options.check(cls, merged))
         merged["plan"] = options.record_plan(cls, merged["plan"], merged["params"])
@@ -292,46 +298,74 @@ def _labels(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
 
 
 def _take_overrides(
-    cls: Any,
-    groups: Groups,
-    merged: Groups,
-    saved: Sequence[Mapping[str, Any]],
-    order: Mapping[int, Any],
-    misfits: Misfits,
+    cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
 ) -> None:
     """Gives merged groups the plans of single parameters that the checkpoint has, under the names that hold now.
 
     A group of another package has none, and takes nothing away.  Warns where they are not those of the optimizer.
     """
-    theirs: dict[Any, str | None] = {}
+    changed = _take("overrides", plans.own, groups, merged, saved, order)
+    if changed:
+        label, was, now = changed[0]
+        warnings.warn(
+            f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
+            f"`overrides` of this optimizer say, and is followed: {label!r} under {_named(str(now))}, not "
+            f"{_named(str(was))}{' (and others)' if len(changed) > 1 else ''}; `optgen convert` gives a checkpoint "
+            f"another plan",
+            stacklevel=4,
+        )
+
+
+def _take_blocks(
+    cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
+) -> None:
+    """The same for the blocks into which single parameters fall."""
+    changed = _take("blocks", lambda group: blocks.of(cls, group), groups, merged, saved, order)
+    if changed:
+        label, was, now = changed[0]
+        was, now = (f"{count} blocks" if count else "a block for each row" for count in (was, now))
+        warnings.warn(
+            f"{cls.__name__}.load_state_dict: the checkpoint has {len(changed)} parameters in other blocks than the "
+            f"`blocks` of this optimizer say, and is followed: {label!r} in {now}, not {was}"
+            f"{' (and others)' if len(changed) > 1 else ''}",
+            stacklevel=4,
+        )
+
+
+def _take(
+    key: str,
+    read: Callable[[Mapping[str, Any]], Mapping[plans.Label, Any]],
+    groups: Groups,
+    merged: Groups,
+    saved: Sequence[Mapping[str, Any]],
+    order: Mapping[int, Any],
+) -> list[tuple[plans.Label, Any, Any]]:
+    """Records in merged groups what the checkpoint's say under a key of single parameters, which `read` finds.
+
+    Returns (label, what this optimizer has, what the checkpoint has) where they differ.
+    """
+    theirs: dict[Any, Any] = {}
     for group, labels in zip(saved, _labels(saved), strict=True):
-        own = plans.own(group)
+        own = read(group)
         theirs.update((n, own.get(label)) for n, label in zip(group["params"], labels, strict=True))
-    changed: list[tuple[plans.Label, str, str]] = []
+    changed: list[tuple[plans.Label, Any, Any]] = []
     for i, (present, group, other) in enumerate(zip(groups, merged, saved, strict=True)):
         before, after = _labels(groups)[i], _labels(merged)[i]
-        own = plans.own(present)
+        own = read(present)
         if "plan" in other:
             found = [theirs[order[id(p)]] for p in group["params"]]
             changed += [
-                (label, str(own.get(old)), str(value))
+                (label, own.get(old), value)
                 for p, old, label, value in zip(group["params"], before, after, found, strict=True)
                 if value != own.get(old) and p.requires_grad and "plan" in present
             ]
         else:
             found = [own.get(label) for label in before]
-        group.pop("overrides", None)
+        group.pop(key, None)
         kept = tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None)
         if kept:
-            group["overrides"] = kept
-    if changed:
-        label, was, now = changed[0]
-        warnings.warn(
-            f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
-            f"`overrides` of this optimizer say, and is followed: {label!r} under {_named(now)}, not {_named(was)}"
-            f"{' (and others)' if len(changed) > 1 else ''}; `optgen convert` gives a checkpoint another plan",
-            stacklevel=4,
-        )
+            group[key] = kept
+    return changed
 
 
 def _named(value: str) -> str:
@@ -356,7 +390,9 @@ def select(
     chosen = plans.chosen(cls, group, p.dtype, name)
     flags = options.flags_of(cls, group, tuple(p.shape))
     small, vector = p.numel() < chosen.limit, p.ndim < 2
-    return chosen.name, chosen.module, plans.variant(chosen.module, p.dtype, small, flags, vector)
+    found = plans.variant(chosen.module, p.dtype, small, flags, vector)
+    count = blocks.of(cls, group).get(name) if name is not None else None
+    return chosen.name, chosen.module, blocks.seen(found, p, count)
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
@@ -498,7 +534,7 @@ def _keep_codes(
         if (to.torch_dtype, beside.torch_dtype) != (code.dtype, scale.dtype):
             continue
         shapes = layout.field_shape(to, p.shape), layout.field_shape(beside, p.shape)
-        whole = layout.grid(p.shape)[1] % beside.per == 0
+        whole = layout.grid(layout.matrix_shape(to.matrix, p.shape))[1] % beside.per == 0
         if whole and (code.numel(), scale.numel()) == (math.prod(shapes[0]), math.prod(shapes[1])):
             trial[name] = code.reshape(shapes[0]).to(p.device, copy=True)
             trial[f"{name}_scale"] = scale.reshape(shapes[1]).to(p.device, copy=True)

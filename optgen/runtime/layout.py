@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import plans
-from optgen.runtime.records import Field, Variant, dtype_name
+from optgen.runtime.records import Field, Matrix, Variant, dtype_name
 
 CHUNK = 2**24
 """Elements that encode and decode work on at a time: bounds their fp32 temporaries to 64 MiB each."""
@@ -63,20 +63,28 @@ def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
         return small_shape(field.space, matrix_shape(field.matrix, shape))
     if field.per == 1:
         return tuple(shape)
-    rows, columns = grid(shape)
+    rows, columns = grid(matrix_shape(field.matrix, shape))
     return rows, -(-columns // field.per) * field.width
 
 
-def matrix_shape(matrix: str, shape: torch.Size) -> torch.Size:
+def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
     """The shape whose last two dimensions are the rows and columns of a rule.
 
-    matrix  "last": those of the parameter; "first": dimension 0 against the rest, as blocks are laid
+    matrix  "last": those of the parameter; "first": dimension 0 against the rest, as blocks are laid; a number: so many
+            rows of that put together.  ValueError where they do not come out even
     """
-    return torch.Size(grid(shape)) if matrix == "first" and len(shape) > 2 else shape
+    if matrix == "last" or len(shape) < 2:
+        return shape
+    if isinstance(matrix, int):
+        rows, columns = grid(shape)
+        if rows % matrix:
+            raise ValueError(f"{rows} rows are no whole number of blocks of {matrix}")
+        return torch.Size((rows // matrix, columns * matrix))
+    return torch.Size(grid(shape)) if len(shape) > 2 else shape
 
 
 @functools.lru_cache(maxsize=65536)
-def column_dims(matrix: str, shape: torch.Size) -> tuple[int, ...]:
+def column_dims(matrix: Matrix, shape: torch.Size) -> tuple[int, ...]:
     """The dimensions that the columns of a parameter of that shape are made of, without those of one index; columns are
     numbered along them from left to right.
 
@@ -84,11 +92,11 @@ def column_dims(matrix: str, shape: torch.Size) -> tuple[int, ...]:
     """
     if len(shape) < 2:
         raise ValueError(f"a tensor of shape {list(shape)} has no rows and columns")
-    dims = shape[1:] if matrix == "first" else shape[-1:]
+    dims = shape[-1:] if matrix == "last" else shape[1:] if matrix == "first" else (int(matrix), *shape[1:])
     return tuple(size for size in dims if size != 1) or (1,)
 
 
-def value_shape(space: str, shape: torch.Size, matrix: str = "last") -> tuple[int, ...]:
+def value_shape(space: str, shape: torch.Size, matrix: Matrix = "last") -> tuple[int, ...]:
     """Shape of the fp32 values of a state in that space, for a parameter of that shape."""
     return tuple(shape) if space == "elem" else small_shape(space, matrix_shape(matrix, shape))
 
@@ -177,18 +185,19 @@ def encode(
     dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items()}
     if variant.of_whole:
         return _encode_whole(variant, function, weight, dense, fields, out)
-    for piece in pieces(shape, variant.block):
-        part = piece.of(weight, shape, 1).to(torch.float32).contiguous()
+    seen = matrix_shape(variant.matrix, shape)
+    for piece in pieces(seen, variant.block):
+        part = piece.of(weight, seen, 1).to(torch.float32).contiguous()
         arguments = {"p": part}
         for name, value in dense.items():
             arguments[name] = (
-                piece.of(value, shape, 1).to(torch.float32).contiguous()
+                piece.of(value, seen, 1).to(torch.float32).contiguous()
                 if isinstance(value, Tensor)
                 else torch.full_like(part, value)
             )
         made = function(arguments)
         for f in fields:
-            piece.of(out[f.name], shape, f.per, f.width).copy_(made[f.name])
+            piece.of(out[f.name], seen, f.per, f.width).copy_(made[f.name])
     return out
 
 
@@ -254,14 +263,14 @@ def decode(
             for name in elements:
                 out[name].copy_(made[name].view(shape))
         return out
-    weight = p.detach().contiguous()
-    for piece in pieces(shape, variant.block):
+    weight, seen = p.detach().contiguous(), matrix_shape(variant.matrix, shape)
+    for piece in pieces(seen, variant.block):
         fields = [f for f in variant.fields if f.space == "elem"]
-        stored = [piece.of(state[f.name], shape, f.per, f.width) for f in fields]
+        stored = [piece.of(state[f.name], seen, f.per, f.width) for f in fields]
         stored = [field.to(p.device).contiguous() for field in stored]  # they may be in host memory
-        made = function(piece.of(weight, shape, 1).contiguous(), *stored)
+        made = function(piece.of(weight, seen, 1).contiguous(), *stored)
         for name in elements:
-            piece.of(out[name], shape, 1).copy_(made[name])
+            piece.of(out[name], seen, 1).copy_(made[name])
     return out
 
 
@@ -276,9 +285,10 @@ def first(
     if variant.of_whole:
         made = _decode_whole(variant, function, p, state)
         return {name: made[name].reshape(-1)[:least] for name in wanted}
-    piece = Piece(0, 1, 0, min(grid(p.shape)[1], -(-least // variant.block) * variant.block), True)
+    seen = matrix_shape(variant.matrix, p.shape)
+    piece = Piece(0, 1, 0, min(grid(seen)[1], -(-least // variant.block) * variant.block), True)
     fields = [f for f in variant.fields if f.space == "elem"]
-    stored = [piece.of(state[f.name], p.shape, f.per, f.width) for f in fields]
+    stored = [piece.of(state[f.name], seen, f.per, f.width) for f in fields]
     stored = [field.to(p.device).contiguous() for field in stored]  # they may be in host memory
-    made = function(piece.of(p.detach(), p.shape, 1).contiguous(), *stored)
+    made = function(piece.of(p.detach(), seen, 1).contiguous(), *stored)
     return {name: made[name] for name in wanted}

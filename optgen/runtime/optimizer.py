@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
+from optgen.runtime import blocks as of_rows
 from optgen.runtime import (
     brokenoff,
     checkpoint,
@@ -140,8 +141,10 @@ class Optimizer(torch.optim.Optimizer):
     overrides what single parameters are stored under instead: {pattern of names, "numel < N", module, class of modules
               or parameter: a plan's name}, the first that holds wins; "fp32" keeps states in fp32, and the weight no
               less precise than `plan` does.  Groups that are added later follow it too; each may have one of its own
-    module    the model that the parameters are of, where `overrides` name classes of modules, or the parameters have no
-              names; it is not kept
+    blocks    of rules that have statistics of blocks of rows: into how many blocks of consecutive rows single matrices
+              fall, {the same keys: a number}; 1 is the whole matrix.  Matrices without have a block for each row
+    module    the model that the parameters are of, where `overrides` or `blocks` name classes of modules, or the
+              parameters have no names; it is not kept
     backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),
               "reference" (eager torch), "triton" or "cpp"; OPTGEN_BACKEND in the environment replaces "auto"
     seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
@@ -158,9 +161,11 @@ class Optimizer(torch.optim.Optimizer):
     FLAGS: ClassVar[tuple[Flag, ...]] = ()
     PLANS: ClassVar[tuple[str, ...]]
     DEFAULT_PLAN: ClassVar[Mapping[str, str]]
+    BLOCKS: ClassVar[bool] = False
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
 
     _rules: rules.Rules | None = None
+    _blocks: of_rows.Rules | None = None
     _marks = 0
     """What marks.newest() said when parameters of marked modules were last looked for."""
 
@@ -171,6 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         plan: PlanOption = None,
         overrides: rules.Given = None,
+        blocks: rules.Given = None,
         module: torch.nn.Module | None = None,
         backend: str = "auto",
         seed: int = 0,
@@ -186,10 +192,12 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
         self._rules = rules.Rules(type(self), overrides, module)
+        self._blocks = of_rows.Rules(type(self), blocks, module) if self.BLOCKS else None
         super().__init__(params, defaults)
-        if self._rules.rules:
-            labels = [entry.name for entry in self._entries()]
-            self._rules.refuse_unused(self._rules.members([entry.p for entry in self._entries()], labels))
+        labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
+        for given_rules in (self._rules, self._blocks):
+            if given_rules is not None and given_rules.rules:
+                given_rules.refuse_unused(given_rules.members(found, labels))
         self._marks = marks.newest()
 
     def _reset_caches(self) -> None:
@@ -243,8 +251,9 @@ class Optimizer(torch.optim.Optimizer):
         lines = [f"{type(self).__name__} ("]
         for i, group in enumerate(self.param_groups):
             shown_options = {k: v for k, v in group.items() if k not in ("params", "param_names", "format")}
-            if isinstance(given := shown_options.get("overrides"), tuple):  # as many pairs as parameters, maybe
-                shown_options["overrides"] = dict(Counter(plan for _, plan in given))
+            for key in ("overrides", "blocks"):
+                if isinstance(given := shown_options.get(key), tuple):  # as many pairs as parameters, maybe
+                    shown_options[key] = dict(Counter(value for _, value in given))
             shown = ", ".join(f"{k}={v!r}" for k, v in shown_options.items())
             lines.append(f"    group {i}: {len(group['params'])} parameters, {shown}")
         return "\n".join([*lines, ")"])
@@ -264,8 +273,9 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: a parameter group contains a parameter twice")
         for p in tensors:
             self._admit(p)
-        given = param_group.get("overrides")
-        param_group = {key: value for key, value in param_group.items() if key != "overrides"}
+        given, rows = param_group.get("overrides"), param_group.get("blocks")
+        apart = ("overrides", "blocks") if self.BLOCKS else ("overrides",)
+        param_group = {key: value for key, value in param_group.items() if key not in apart}
         group = {**self.defaults, **param_group}
         found = options.check(type(self), group)
         found["plan"] = options.record_plan(type(self), found["plan"], tensors)
@@ -273,6 +283,7 @@ class Optimizer(torch.optim.Optimizer):
         names = self._labels(tensors, params)
         self._refuse_shared_memory(tensors, names)
         found |= self._overrides(given, found["plan"], tensors, names)
+        found |= self._rows(rows, tensors, names)
         self._refuse_vectors(tensors, {**group, **found}, names)
         self._refuse_layouts(tensors, {**group, **found}, names)
         super().add_param_group({**param_group, **found, "params": params})
@@ -324,29 +335,58 @@ class Optimizer(torch.optim.Optimizer):
                 marks of modules follow
         """
         cls = type(self)
-        recorded: Mapping[Label, str] = {}
-        own = rules.Rules(cls)
-        if isinstance(given, Mapping):
-            own = rules.Rules(cls, given, None if self._rules is None else self._rules.model)
-        elif given is not None:
-            recorded = dict(rules.recorded(cls, given))
-            extra = [label for label in recorded if label not in labels]
-            if extra:
-                raise ValueError(
-                    f"{cls.__name__}: overrides of a group: it has no parameter {extra[0]!r} (positions are counted "
-                    f"over all groups)"
-                )
-        asked = [recorded.get(label) for label in labels]
-        for found in (own, self._rules):
-            if found is not None and found.rules:
-                members = found.members(tensors, labels)
-                asked = [a or b for a, b in zip(asked, found.apply(members), strict=True)]
-                if found is own:
-                    found.refuse_unused(members)
+        asked = self._asked(rules.Rules, rules.recorded, self._rules, given, tensors, labels)
         marked = marks.parameters()
         asked = [a or (rules.FP32 if id(p) in marked else None) for a, p in zip(asked, tensors, strict=True)]
         decided = rules.decided(cls, plan, tensors, labels, asked)
         return {"overrides": decided} if decided else {}
+
+    def _rows(self, given: Any, tensors: list[Tensor], labels: list[Label]) -> dict[str, of_rows.Recorded]:
+        """{"blocks": those of single parameters in a group that is to come}; {} where it has none.
+
+        given   as of `_overrides`
+        """
+        if not self.BLOCKS:
+            return {}
+        cls = type(self)
+        asked = self._asked(of_rows.Rules, of_rows.recorded, self._blocks, given, tensors, labels)
+        decided = of_rows.decided(cls, tensors, labels, asked)
+        return {"blocks": decided} if decided else {}
+
+    def _asked(
+        self,
+        kind: type[rules.Rules],
+        read: Callable[[type, Any], Sequence[tuple[Label, Any]]],
+        own: rules.Rules | None,
+        given: Any,
+        tensors: list[Tensor],
+        labels: list[Label],
+    ) -> list[Any]:
+        """What a group says of each of its parameters, then what rules of the optimizer say; None: nothing.
+
+        given   rules of the group, or what another optimizer recorded in it, which `read` checks
+        """
+        cls, option = type(self), kind.OPTION
+        recorded: Mapping[Label, Any] = {}
+        of_group = kind(cls)
+        if isinstance(given, Mapping):
+            of_group = kind(cls, given, None if own is None else own.model)
+        elif given is not None:
+            recorded = dict(read(cls, given))
+            extra = [label for label in recorded if label not in labels]
+            if extra:
+                raise ValueError(
+                    f"{cls.__name__}: {option} of a group: it has no parameter {extra[0]!r} (positions are counted "
+                    f"over all groups)"
+                )
+        asked = [recorded.get(label) for label in labels]
+        for found in (of_group, own):
+            if found is not None and found.rules:
+                members = found.members(tensors, labels)
+                asked = [a or b for a, b in zip(asked, found.apply(members), strict=True)]
+                if found is of_group:
+                    found.refuse_unused(members)
+        return asked
 
     def _see_marks(self) -> None:
         """Modules that were marked since the optimizer was made: their parameters follow, up to their first step."""
@@ -591,7 +631,7 @@ class Optimizer(torch.optim.Optimizer):
             chosen: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
             names, start = group.get("param_names"), position
             position += len(group["params"])
-            special = plans.own(group)
+            special, in_blocks = plans.own(group), of_rows.of(type(self), group)
             own: str | None = None
             choice: Choice | None = None
             bucket: Bucket | None = None
@@ -615,6 +655,8 @@ class Optimizer(torch.optim.Optimizer):
                     kind = (dtype, device, own)
                     choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p, scaler is not None, own)
                 variant = choice.variant(p)
+                if in_blocks:
+                    variant = self._in_blocks(variant, p, in_blocks.get(name), name)
                 entry = states.get(p)
                 shard = None
                 if sharded is not None and isinstance(p, sharded):
@@ -699,6 +741,13 @@ class Optimizer(torch.optim.Optimizer):
         weights.settle(rounded, [b.kept(i) for b, i in fresh])
         return list(buckets.values())
 
+    def _in_blocks(self, variant: Variant, p: Tensor, count: int | None, name: Label) -> Variant:
+        """The variant for a parameter in so many blocks; ValueError where it does not fall into them."""
+        try:
+            return of_rows.seen(variant, p, count)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: blocks: parameter {name!r} {error}") from None
+
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
         """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
         wanted = self._senders(sharded)
@@ -719,7 +768,8 @@ class Optimizer(torch.optim.Optimizer):
                 own = plans.own(entry.group).get(entry.name)
                 kind = id(entry.group), entry.p.dtype, entry.p.device, own
                 choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False, own)
-                if self._sends(choice.variant(entry.p), entry.p):
+                count = of_rows.of(type(self), entry.group).get(entry.name)
+                if self._sends(self._in_blocks(choice.variant(entry.p), entry.p, count, entry.name), entry.p):
                     found.append(entry.p)
         return found
 
@@ -909,6 +959,8 @@ class Optimizer(torch.optim.Optimizer):
         found: dict[str, Any] = super().__getstate__()
         if self._rules is not None and (kept := self._rules.portable()) is not None:
             found["_rules"] = kept
+        if self._blocks is not None:
+            found["_blocks"] = self._blocks.portable()
         params = [entry.p for entry in self._entries()]
         if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
             found[low_bits.CARRIER] = low_bits.Carrier(params)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import overrides, plans
+from optgen.runtime import blocks, overrides, plans
 from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
@@ -21,7 +21,7 @@ IGNORED = frozenset({"foreach"})
 
 REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
 
-OWN = frozenset({"plan", "overrides", "backend", "seed", "format"})
+OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "format"})
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
 
 RUNNING = ("capturable", "fused", "offload")
@@ -68,6 +68,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
         found["plan"] = _plan(cls, group["plan"])
     if group.get("overrides"):
         found["overrides"] = overrides.recorded(cls, group["overrides"])
+    if cls.BLOCKS and group.get("blocks"):
+        found["blocks"] = blocks.recorded(cls, group["blocks"])
     for name, reason in REFUSED.items():
         if group.get(name):
             raise ValueError(f"{owner} does not support {name}=True: {reason}")

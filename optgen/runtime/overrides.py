@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import ge, gt, le, lt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,7 @@ _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
 """What wrappers put before or between the names of what they wrap."""
 
-Value = str
-Given = Mapping[Any, Value] | None
+Given = Mapping[Any, Any] | None
 """{pattern, "numel < N", module, class of modules or parameter: plan}, the first that holds wins."""
 
 
@@ -56,9 +55,9 @@ def is_flattened(p: Tensor) -> bool:
 
 
 class Rule:
-    """One entry of `overrides`.  Modules and parameters are remembered weakly."""
+    """One entry of `overrides`, or of another option with such keys.  Modules and parameters are remembered weakly."""
 
-    def __init__(self, owner: str, key: Any, value: Value, has_model: bool) -> None:
+    def __init__(self, owner: str, option: str, key: Any, value: Any, has_model: bool) -> None:
         self.value, self.used = value, False
         self.pattern: str | None = None
         self.size: tuple[Callable[[int, int], bool], int] | None = None
@@ -70,7 +69,7 @@ class Rule:
             if size is not None:
                 self.size = _COMPARE[size[1]], int(size[2])
             elif re.match(r"\s*numel\b", key):
-                raise ValueError(f"{owner}: overrides: expected a size such as 'numel < 16384', got {key!r}")
+                raise ValueError(f"{owner}: {option}: expected a size such as 'numel < 16384', got {key!r}")
             else:
                 self.pattern = key
         elif isinstance(key, nn.Module):
@@ -80,13 +79,13 @@ class Rule:
         elif isinstance(key, type) and issubclass(key, nn.Module):
             if not has_model:
                 raise ValueError(
-                    f"{owner}: overrides: {key.__name__} is a class of modules, and parameters do not say in which "
+                    f"{owner}: {option}: {key.__name__} is a class of modules, and parameters do not say in which "
                     f"modules they are: give the model as well, {owner}(..., module=model)"
                 )
             self.kind, self.shown = key, key.__name__
         else:
             raise TypeError(
-                f"{owner}: overrides: a key must be a pattern of parameter or module names, a size such as "
+                f"{owner}: {option}: a key must be a pattern of parameter or module names, a size such as "
                 f"'numel < 16384', a module, a class of modules or a parameter, got {key!r:.80}"
             )
 
@@ -117,29 +116,37 @@ class Rule:
 class Rules:
     """All entries of `overrides`, in order, and the model that says what its parameters are called."""
 
+    OPTION: ClassVar[str] = "overrides"
+    EXAMPLE: ClassVar[str] = "{'*embed*': 'fp32'}"
+
     def __init__(self, cls: type, given: Given = None, model: nn.Module | None = None) -> None:
         owner = cls.__name__
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"{owner}: module must be a torch.nn.Module or None, got {type(model).__name__}")
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
-                f"{owner}: overrides must be a dict such as {{'*embed*': 'fp32'}}, or None, got {given!r:.80}"
+                f"{owner}: {self.OPTION} must be a dict such as {self.EXAMPLE}, or None, got {given!r:.80}"
             )
         self.owner = owner
-        self.rules = [Rule(owner, key, value, model is not None) for key, value in (given or {}).items()]
+        has_model = model is not None
+        self.rules = [Rule(owner, self.OPTION, key, value, has_model) for key, value in (given or {}).items()]
         for rule in self.rules:
-            if not isinstance(rule.value, str):
-                raise TypeError(f"{owner}: overrides[{rule.shown}]: expected a plan's name, got {rule.value!r:.80}")
-            if rule.value not in (FP32, plans.FULL):
-                plans.load(cls, rule.value)
+            self.check(cls, rule)
         self._model = None if model is None else weakref.ref(model)
+
+    def check(self, cls: type, rule: Rule) -> None:
+        """TypeError or ValueError for a value that no parameter can have."""
+        if not isinstance(rule.value, str):
+            raise TypeError(f"{self.owner}: overrides[{rule.shown}]: expected a plan's name, got {rule.value!r:.80}")
+        if rule.value not in (FP32, plans.FULL):
+            plans.load(cls, rule.value)
 
     def portable(self) -> Rules | None:
         """Those that can be pickled: patterns and sizes."""
         kept = [rule for rule in self.rules if rule.portable]
         if not kept:
             return None
-        made = object.__new__(Rules)
+        made = object.__new__(type(self))
         made.owner, made.rules, made._model = self.owner, kept, None
         return made
 
@@ -165,9 +172,9 @@ class Rules:
             made.append(Member(p, tuple(names), None if classes is None else frozenset(classes.get(id(p), ()))))
         return made
 
-    def apply(self, members: Iterable[Member]) -> list[str | None]:
+    def apply(self, members: Iterable[Member]) -> list[Any]:
         """What is asked for each.  ValueError where that is a matter of size, and a part does not know its tensor's."""
-        found: list[str | None] = []
+        found: list[Any] = []
         targets = [rule.targets() for rule in self.rules]
         for member in members:
             holding: list[Rule] = []
@@ -185,9 +192,10 @@ class Rules:
     def _no_size(self, rule: Rule, member: Member) -> ValueError:
         which = f"parameter {member.names[0]!r}" if member.names else "a parameter"
         return ValueError(
-            f"{self.owner}: overrides: {rule.shown} asks for the size of {which}, of which FullyShardedDataParallel "
-            f"left a flat part of {member.p.numel()} elements here, other ranks another: name such parameters by "
-            f"patterns or modules, before the rule of sizes, or use torch.distributed.fsdp.fully_shard"
+            f"{self.owner}: {self.OPTION}: {rule.shown} asks for the size of {which}, of which "
+            f"FullyShardedDataParallel left a flat part of {member.p.numel()} elements here, other ranks another: "
+            f"name such parameters by patterns or modules, before the rule of sizes, or use "
+            f"torch.distributed.fsdp.fully_shard"
         )
 
     def refuse_unused(self, members: Sequence[Member]) -> None:
@@ -205,7 +213,7 @@ class Rules:
         rule, names = unused[0], list(dict.fromkeys(name for m in members for name in m.names[:1]))
         if rule.pattern is not None and not names:
             raise ValueError(
-                f"{self.owner}: overrides: {rule.shown} is a pattern of names, and the parameters have none: give "
+                f"{self.owner}: {self.OPTION}: {rule.shown} is a pattern of names, and the parameters have none: give "
                 f"model.named_parameters(), or the model as well, {self.owner}(..., module=model)"
             )
         close = difflib.get_close_matches(rule.pattern, names, n=1) if rule.pattern is not None else []
@@ -215,7 +223,7 @@ class Rules:
                 ": it has been replaced, copied or sharded since, or its parameters were not given; make the optimizer "
                 "from the model as it is now"
             )
-        raise ValueError(f"{self.owner}: overrides: {rule.shown} matches no parameter{guess}")
+        raise ValueError(f"{self.owner}: {self.OPTION}: {rule.shown} matches no parameter{guess}")
 
 
 def _called(name: str) -> list[str]:
@@ -230,7 +238,7 @@ def _called(name: str) -> list[str]:
     return found
 
 
-def settled(cls: type, option: plans.PlanOption, value: Value, dtype: torch.dtype) -> str:
+def settled(cls: type, option: plans.PlanOption, value: str, dtype: torch.dtype) -> str:
     """What is recorded for a parameter of that dtype; TypeError or ValueError where there is no such plan for it.
 
     option   the plan of its group
@@ -278,6 +286,17 @@ def recorded(cls: type, value: Any) -> plans.Recorded:
     return tuple((label, name) for label, name in pairs)
 
 
+def refuse_ambiguous(where: str, labels: Sequence[plans.Label], asked: Sequence[object]) -> None:
+    """ValueError where two parameters share a name, by which they are known, but not what is asked for them."""
+    first: dict[plans.Label, object] = {}
+    for label, value in zip(labels, asked, strict=True):
+        if first.setdefault(label, value) != value:
+            raise ValueError(
+                f"{where}: two parameters of a group are called {label!r}, and only one is to be kept otherwise: give "
+                f"them different names"
+            )
+
+
 def decided(
     cls: type,
     option: plans.PlanOption,
@@ -289,13 +308,7 @@ def decided(
 
     ValueError where two parameters share a name, by which they are known, but not the plan.
     """
-    first: dict[plans.Label, Value | None] = {}
-    for label, value in zip(labels, asked, strict=True):
-        if first.setdefault(label, value) != value:
-            raise ValueError(
-                f"{cls.__name__}: overrides: two parameters of a group are called {label!r}, and only one is to "
-                f"be kept otherwise: give them different names"
-            )
+    refuse_ambiguous(f"{cls.__name__}: overrides", labels, asked)
     return tuple(
         (label, settled(cls, option, value, p.dtype))
         for p, label, value in zip(tensors, labels, asked, strict=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.records import Variant, dtype_name
+from optgen.runtime.records import Variant, dtype_name, in_blocks
 
 provider: Callable[[type, str], ModuleType] | None = None
 """(class, plan) -> module, for plans that were not built ahead; the module may hold its `reference` and
@@ -148,7 +148,7 @@ def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool],
     for v in module.VARIANTS:
         same = (v.param, v.small, v.vector) == (variant.param, variant.small, variant.vector)
         if same and dict(v.flags) == wanted:
-            return v  # type: ignore[no-any-return]
+            return in_blocks(v, variant.matrix) if isinstance(variant.matrix, int) else v
     raise ValueError(f"plan {module.__name__.rpartition('.')[2]!r} has no kernel with {dict(flags)}")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -164,6 +164,10 @@ class Flag:
             raise ValueError(f"{owner}: {self.name}=True needs {self.excludes}=0, got {group[self.excludes]!r}")
 
 
+Matrix = str | int
+"""Whose rows and columns a rule reduces: "last", those of the last two dimensions; "first", of dimension 0 against the
+rest; a number, likewise, where so many consecutive rows are one row."""
+
 EIGHT = 8
 """Elements whose packed codes fill whole bytes; blocks are wider."""
 
@@ -196,7 +200,7 @@ class Field:
     state: str = ""
     width: int = 1
     space: str = "elem"
-    matrix: str = "last"
+    matrix: Matrix = "last"
     shared: bool = False
     nonneg: bool = False
     least: int = 0
@@ -279,7 +283,8 @@ class Variant:
     temps        what the stages leave for one another
     stages       the kernels of a step that takes more than one, in order; () where `kernel` is all of it
     matrix       "last": rows and columns are those of the last two dimensions; "first": those of dimension 0 against
-                 the rest, which the kernels then see in the place of the parameter's shape
+                 the rest, which the kernels then see in the place of the parameter's shape; a number: as "first", with
+                 so many rows put together (`in_blocks`)
     """
 
     function: str
@@ -301,7 +306,7 @@ class Variant:
     kernel_host: HostFunction | None = None
     temps: tuple[Temp, ...] = ()
     stages: tuple[Stage, ...] = ()
-    matrix: str = "last"
+    matrix: Matrix = "last"
 
     @property
     def step_name(self) -> str:
@@ -377,6 +382,16 @@ class Variant:
     @cached_property
     def host_start(self) -> tuple[float, ...]:
         return tuple(value for _, value in self.host_states)
+
+
+@lru_cache(maxsize=4096)
+def in_blocks(variant: Variant, rows: int) -> Variant:
+    """The variant for parameters of which so many consecutive rows are one row of the rule's matrix.
+
+    The kernels are the same: they are told other sizes.  All that is stored lies along these longer rows.
+    """
+    fields = tuple(replace(f, matrix=rows) for f in variant.fields)
+    return replace(variant, fields=fields, matrix=rows)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -93,7 +93,8 @@ class One:
             group["params"] = [self.p]
             group["param_names"] = [self.name]
         alone.take_over(theirs, group)
-        flags = (group["plan"], group.get("overrides"), options.flags_of(type(optimizer), group, tuple(self.p.shape)))
+        own = group.get("overrides"), group.get("blocks")
+        flags = (group["plan"], *own, options.flags_of(type(optimizer), group, tuple(self.p.shape)))
         if flags != self.flags:
             self.variant = refuse_sums(optimizer, group, self.p, self.name)
             self.flags = flags

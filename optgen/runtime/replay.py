@@ -126,7 +126,7 @@ class Group:
         self.keys = tuple(group)
         self.names = _copied(group.get("param_names"))
         self.plan, self.backend = _copied(group.get("plan")), group["backend"]
-        self.overrides = group.get("overrides")
+        self.overrides, self.blocks = group.get("overrides"), group.get("blocks")
         self.flags = options.flags_of(cls, group)
         self._read(group)
 
@@ -166,6 +166,7 @@ class Group:
             tuple(group) != self.keys
             or group["plan"] != self.plan
             or group.get("overrides") != self.overrides
+            or group.get("blocks") != self.blocks
             or group["backend"] != self.backend
             or options.flags_of(self.cls, group) != self.flags
         ):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import layout
-from optgen.runtime.records import Field, Variant
+from optgen.runtime.records import Field, Matrix, Variant
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -163,11 +163,11 @@ _DIMS: Mapping[str, frozenset[str]] = {
 }
 
 
-def role(dim: int, shape: torch.Size, matrix: str) -> str:
+def role(dim: int, shape: torch.Size, matrix: Matrix) -> str:
     """Whether a dimension counts rows of a rule's matrices ("row"), columns ("col") or matrices ("lead")."""
     if len(shape) < 2:
         return "col"
-    if matrix == "first":
+    if matrix != "last":
         return "row" if dim == 0 else "col"
     return {len(shape) - 2: "row", len(shape) - 1: "col"}.get(dim, "lead")
 
@@ -204,15 +204,15 @@ class Layout:
         """One coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
         return itertools.product(*(range(n) if c else (0,) for n, c in zip(self.mesh_shape, self.cuts, strict=True)))
 
-    def roles(self, matrix: str) -> frozenset[str]:
+    def roles(self, matrix: Matrix) -> frozenset[str]:
         """What is cut, as a rule sees it."""
         return frozenset(role(cut[0], self.shape, matrix) for cut in self.cuts if cut is not None)
 
-    def groups(self, over: frozenset[str], matrix: str) -> list[int]:
+    def groups(self, over: frozenset[str], matrix: Matrix) -> list[int]:
         """The mesh dimensions whose ranks hold other parts of what is summed over those dimensions."""
         return [m for m, c in enumerate(self.cuts) if c is not None and role(c[0], self.shape, matrix) in over]
 
-    def place(self, matrix: str) -> layout.Place:
+    def place(self, matrix: Matrix) -> layout.Place:
         """Where this rank's part lies in the 2-D view."""
         assert self.here is not None
         whole = layout.place(layout.matrix_shape(matrix, self.shape))
@@ -220,6 +220,8 @@ class Layout:
             return whole._replace(column=self.here[0][0] if self.here else 0)
         (top, _), *rest = self.here
         (left, _), *deeper = rest
+        if isinstance(matrix, int):
+            return whole._replace(row=top // matrix)  # whole blocks, of all columns: see mode
         behind = math.prod(self.shape[2:])
         if any(span != (0, size) for span, size in zip(deeper, self.shape[2:], strict=True)):
             return whole._replace(row=top, width=math.prod(b - a for a, b in rest))  # nothing is numbered: see problem
@@ -251,7 +253,7 @@ def field_layout(field: Field, of: Layout, gathered: bool = False) -> Layout:
         kept = role(cut, of.shape, field.matrix)
         if kept not in _DIMS[field.space]:
             return None
-        return cut if field.matrix != "first" or ndim <= 2 else min(cut, 1)
+        return cut if field.matrix == "last" or ndim <= 2 else min(cut, 1)
 
     placements = []
     for placement in of.placements:
@@ -385,9 +387,31 @@ def mode(variant: Variant, of: Layout) -> Mode:
     blocks = frozenset(
         {(f.per, f.width) for f in variant.fields if f.per > 1} | {(s.block, 1) for s in variant.stages if s.block > 1}
     )
+    if isinstance(variant.matrix, int):
+        return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, variant.matrix)
     stacked = variant.needs_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
     return _mode(of.shape, of.mesh_shape, of.cuts, blocks, variant.stochastic, stacked, first, variant.has_axes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height: int) -> Mode:
+    """`mode` of a parameter of which `height` consecutive rows are one row of the rule's matrix."""
+    if {cut[0] for cut in cuts if cut is not None} - {0}:
+        raise ValueError(
+            "it is cut along another dimension than the first, and `blocks` puts rows of it together: shard it along "
+            "dimension 0, or leave it out of `blocks`"
+        )
+    ranks = math.prod(n for n, cut in zip(mesh, cuts, strict=True) if cut)
+    for coordinate in itertools.product(*(range(n) if c else (0,) for n, c in zip(mesh, cuts, strict=True))):
+        top, bottom = region(shape, mesh, coordinate, cuts)[0]
+        if top != bottom and (top % height or bottom % height):
+            raise ValueError(
+                f"a rank holds rows [{top}, {bottom}) of its {shape[0]}, which cuts a block of {height} rows: give it "
+                f"a number of `blocks` that is a multiple of the {ranks} ranks over which its rows lie, or leave it "
+                f"out of `blocks`"
+            )
+    return "local"
 
 
 @functools.lru_cache(maxsize=65536)

@@ -116,6 +116,18 @@ def pointer(entry, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def within(x, loaded):
+    """The int32 x.  Triton computes with it in the threads that hold `loaded`, of 8 or 16 bits each.
+
+    A number that nothing else ties to a place is computed one element after the other across the threads and moved
+    where it is needed: eight neighbours then share no hash.  What is added is 0, which the machine's compiler sees.
+    """
+    bits: tl.constexpr = loaded.dtype.primitive_bitwidth
+    word = loaded.to(tl.uint8 if bits == 8 else tl.uint16, bitcast=True)
+    return x | (word.to(tl.int32) >> bits)
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x for x >= 0, within 3 ulp; of a subnormal it may be Inf, and subnormal results may be 0.
 
@@ -248,6 +260,66 @@ def byte(x, k: tl.constexpr):
         out = tl.inline_asm_elementwise(gather(k), "=r,r,r,r,r", [x], tl.uint8, is_pure=True, pack=4)
     else:
         out = (x >> 8 * k).to(tl.uint8)
+    return out
+
+
+@triton.jit
+def apart(x):
+    """int32 of bytes."""
+    if machine() == "cuda":
+        out = tl.inline_asm_elementwise(
+            """prmt.b32 $0, $4, 0, 0x4440;
+            prmt.b32 $1, $4, 0, 0x4441;
+            prmt.b32 $2, $4, 0, 0x4442;
+            prmt.b32 $3, $4, 0, 0x4443;""",
+            "=r,=r,=r,=r,r",
+            [x],
+            tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        out = x.to(tl.int32)
+    return out
+
+
+@constexpr_function
+def halves(k):
+    """Assembly that makes a word of bits k to k + 7 of four words; k % 8 is 4."""
+    k = getattr(k, "value", k)
+    low = k // 8
+    pick = low | (low + 1) << 4 | (low + 4) << 8 | (low + 5) << 12
+    # Two bytes of each of two words, which one shift moves together.
+    return f"""{{
+        .reg .b32 one, other;
+        prmt.b32 one, $1, $2, {pick};
+        prmt.b32 other, $3, $4, {pick};
+        shr.u32 one, one, 4;
+        shr.u32 other, other, 4;
+        prmt.b32 $0, one, other, 0x6420;
+        }}"""
+
+
+@triton.jit
+def bits(x, k: tl.constexpr):
+    """uint8: bits k to k + 7 of an int32; k is 4, 12 or 20."""
+    if machine() == "cuda":
+        out = tl.inline_asm_elementwise(halves(k), "=r,r,r,r,r", [x], tl.uint8, is_pure=True, pack=4)
+    else:
+        out = (x >> k).to(tl.uint8)
+    return out
+
+
+@triton.jit
+def rounded(pattern, noise, k: tl.constexpr):
+    """uint8: bits 12 to 19 of an int32 and 12 bits of noise, those from k on; k is at most 20."""
+    if k == 20:
+        out = bits(pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True), 12)
+    elif k == 8 and machine() == "cuda":
+        # The mask joins the operations that made the noise; a shift would stand behind them.
+        out = bits((pattern << 8) + (noise & 0xFFF00), 20)
+    else:
+        out = bits(pattern + (noise >> k & 4095), 12)
     return out
 
 

@@ -334,6 +334,13 @@ def _wide_reductions(fmt: Format) -> tuple[str, ...]:
 # -- refusing
 
 
+def prove_companders(storage: Storage) -> None:
+    """Raises UserError for a compander that is wrong, or that cannot be shown to be right."""
+    for fmt in storage.states.values():
+        if isinstance(fmt, (Blocked, Rank1)):
+            bounds.prove(fmt.compander)
+
+
 def check(
     spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None, where: str = ""
 ) -> list[Finding]:
@@ -341,9 +348,7 @@ def check(
 
     where  as in Finding
     """
-    for fmt in storage.states.values():
-        if isinstance(fmt, (Blocked, Rank1)):
-            bounds.prove(fmt.compander)
+    prove_companders(storage)
     findings = [replace(f, where=where) for f in lint(recurrences(spec, flags), storage)]
     errors = [f for f in findings if f.severity == "error"]
     if errors and not plan.forced:

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, widened
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def adabelief_float32_tile(
     exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = tl.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
     exp_avg_var_code = get(exp_avg_var_ptr, at, live, MASKED)
-    exp_avg_var_piece = exp_avg_var_code.to(tl.int32)
+    exp_avg_var_piece = apart(exp_avg_var_code)
     exp_avg_var_value = (exp_avg_var_middle[:, None] + exp_avg_var_piece * exp_avg_var_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_var = exp_avg_var_value * exp_avg_var_value
@@ -80,7 +80,7 @@ def adabelief_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_var_above = (exp_avg_var_largest + 524288 >> 22) + 1
@@ -300,7 +300,7 @@ def adabelief_bfloat16_tile(
     exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = tl.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
     exp_avg_var_code = get(exp_avg_var_ptr, at, live, MASKED)
-    exp_avg_var_piece = exp_avg_var_code.to(tl.int32)
+    exp_avg_var_piece = apart(exp_avg_var_code)
     exp_avg_var_value = (exp_avg_var_middle[:, None] + exp_avg_var_piece * exp_avg_var_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_var = exp_avg_var_value * exp_avg_var_value
@@ -341,7 +341,7 @@ def adabelief_bfloat16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_var_above = (exp_avg_var_largest + 524288 >> 22) + 1
@@ -602,14 +602,14 @@ def adabelief_float16_tile(
     exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = tl.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
     exp_avg_var_code = get(exp_avg_var_ptr, at, live, MASKED)
-    exp_avg_var_piece = exp_avg_var_code.to(tl.int32)
+    exp_avg_var_piece = apart(exp_avg_var_code)
     exp_avg_var_value = (exp_avg_var_middle[:, None] + exp_avg_var_piece * exp_avg_var_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_var = exp_avg_var_value * exp_avg_var_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -661,7 +661,7 @@ def adabelief_float16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_var_above = (exp_avg_var_largest + 524288 >> 22) + 1
@@ -793,7 +793,7 @@ def adabelief_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, opaque, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import apart, block_max, block_min, byte, get, inverse, joined, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def adadelta_float32_tile(
     acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
-    acc_delta_piece = acc_delta_code.to(tl.int32)
+    acc_delta_piece = apart(acc_delta_code)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_piece * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
@@ -51,7 +51,7 @@ def adadelta_float32_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -296,7 +296,7 @@ def adadelta_bfloat16_tile(
     acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
-    acc_delta_piece = acc_delta_code.to(tl.int32)
+    acc_delta_piece = apart(acc_delta_code)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_piece * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
@@ -313,7 +313,7 @@ def adadelta_bfloat16_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -600,14 +600,14 @@ def adadelta_float16_tile(
     acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
-    acc_delta_piece = acc_delta_code.to(tl.int32)
+    acc_delta_piece = apart(acc_delta_code)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_piece * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     acc_delta = acc_delta_value * acc_delta_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -624,7 +624,7 @@ def adadelta_float16_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -804,7 +804,7 @@ def adadelta_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

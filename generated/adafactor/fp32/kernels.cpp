@@ -326,9 +326,9 @@ struct adafactor_float32_10 {
         const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
         const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
+        const F grad_scale(known.scalars[8]);
+        const F one_minus_lr_times_weight_decay(known.scalars[9]);
         const F eps1_times_eps1(known.scalars[6]);
-        const F minus_grad_scale(known.scalars[9]);
         const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
@@ -339,7 +339,7 @@ struct adafactor_float32_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(estimate, eps1_times_eps1)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -438,9 +438,9 @@ struct adafactor_bfloat16_10 {
         const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
         const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
+        const F grad_scale(known.scalars[8]);
+        const F one_minus_lr_times_weight_decay(known.scalars[9]);
         const F eps1_times_eps1(known.scalars[6]);
-        const F minus_grad_scale(known.scalars[9]);
         const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
@@ -452,7 +452,7 @@ struct adafactor_bfloat16_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -519,9 +519,9 @@ struct adafactor_float16_10 {
         const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
         const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
+        const F grad_scale(known.scalars[8]);
+        const F one_minus_lr_times_weight_decay(known.scalars[9]);
         const F eps1_times_eps1(known.scalars[6]);
-        const F minus_grad_scale(known.scalars[9]);
         const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
@@ -533,7 +533,7 @@ struct adafactor_float16_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             store(p_at + i, narrow_half(p_3));
         }
     }
@@ -636,11 +636,11 @@ struct adafactor_float32_no_factored_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
         const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
@@ -652,7 +652,7 @@ struct adafactor_float32_no_factored_3 {
             const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             store(p_at + i, p_3);
             store(variance_at + i, variance_2);
         }
@@ -723,11 +723,11 @@ struct adafactor_bfloat16_no_factored_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
         const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
@@ -741,7 +741,7 @@ struct adafactor_bfloat16_no_factored_3 {
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -814,11 +814,11 @@ struct adafactor_float16_no_factored_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
         const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
@@ -832,7 +832,7 @@ struct adafactor_float16_no_factored_3 {
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             store(p_at + i, narrow_half(p_3));
             store(variance_at + i, variance_2);
         }

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
 
 
 @triton.jit
@@ -29,8 +29,7 @@ def adafactor_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    g_mul = g * g
-    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def adafactor_float32_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -66,7 +65,10 @@ def adafactor_float32_1(
     row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
     row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
     col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -74,11 +76,30 @@ def adafactor_float32_1(
         row_sum_term, g_mul_term = adafactor_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -87,13 +108,41 @@ def adafactor_float32_1(
         row_sum_term, g_mul_term = adafactor_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_col_var_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -115,8 +164,8 @@ def adafactor_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term, g_mul_term = adafactor_float32_1_tile(p_ptr, g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -345,7 +394,7 @@ def adafactor_float32_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -373,7 +422,7 @@ def adafactor_float32_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -388,8 +437,24 @@ def adafactor_float32_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -399,8 +464,30 @@ def adafactor_float32_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -429,7 +516,7 @@ def adafactor_float32_7_flat(
         row_sum_term = adafactor_float32_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -506,7 +593,7 @@ def adafactor_float32_8(
 @triton.jit
 def adafactor_float32_10_tile(
     p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
-    one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -519,15 +606,15 @@ def adafactor_float32_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
 def adafactor_float32_10(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
@@ -551,7 +638,7 @@ def adafactor_float32_10(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -564,8 +651,22 @@ def adafactor_float32_10(
         start = tile * ROWS
         adafactor_float32_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
-            False,
+            at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, False,
+        )
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
+        )
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
+        )
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -574,15 +675,36 @@ def adafactor_float32_10(
         live = live_row & live_col
         adafactor_float32_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay, eps1_times_eps1,
-            minus_grad_scale, True,
+            at_row, lane, live, live_row, live_col, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
         )
 
 
 @triton.jit
 def adafactor_float32_10_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -604,8 +726,8 @@ def adafactor_float32_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adafactor_float32_10_tile(
-            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, True,
+            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
         )
 
 
@@ -618,8 +740,7 @@ def adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    g_mul = g_cast * g_cast
-    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -647,7 +768,7 @@ def adafactor_bfloat16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -655,7 +776,10 @@ def adafactor_bfloat16_1(
     row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
     row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
     col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -663,11 +787,30 @@ def adafactor_bfloat16_1(
         row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -676,13 +819,41 @@ def adafactor_bfloat16_1(
         row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_col_var_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -704,8 +875,8 @@ def adafactor_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -722,7 +893,7 @@ def adafactor_bfloat16_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -750,7 +921,7 @@ def adafactor_bfloat16_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -765,8 +936,24 @@ def adafactor_bfloat16_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -776,8 +963,30 @@ def adafactor_bfloat16_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -806,13 +1015,13 @@ def adafactor_bfloat16_7_flat(
         row_sum_term = adafactor_bfloat16_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
 def adafactor_bfloat16_10_tile(
     p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
-    one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -826,7 +1035,7 @@ def adafactor_bfloat16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -835,8 +1044,8 @@ def adafactor_bfloat16_10_tile(
 
 @triton.jit
 def adafactor_bfloat16_10(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
@@ -860,7 +1069,7 @@ def adafactor_bfloat16_10(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -873,8 +1082,22 @@ def adafactor_bfloat16_10(
         start = tile * ROWS
         adafactor_bfloat16_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
-            False,
+            at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, False,
+        )
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
+        )
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
+        )
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -883,15 +1106,36 @@ def adafactor_bfloat16_10(
         live = live_row & live_col
         adafactor_bfloat16_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay, eps1_times_eps1,
-            minus_grad_scale, True,
+            at_row, lane, live, live_row, live_col, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
         )
 
 
 @triton.jit
 def adafactor_bfloat16_10_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -913,8 +1157,8 @@ def adafactor_bfloat16_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adafactor_bfloat16_10_tile(
-            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, True,
+            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
         )
 
 
@@ -927,8 +1171,7 @@ def adafactor_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * g_cast
-    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -956,7 +1199,7 @@ def adafactor_float16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -964,7 +1207,10 @@ def adafactor_float16_1(
     row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
     row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
     col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -972,11 +1218,30 @@ def adafactor_float16_1(
         row_sum_term, g_mul_term = adafactor_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -985,13 +1250,41 @@ def adafactor_float16_1(
         row_sum_term, g_mul_term = adafactor_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_col_var_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -1013,8 +1306,8 @@ def adafactor_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term, g_mul_term = adafactor_float16_1_tile(p_ptr, g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -1031,7 +1324,7 @@ def adafactor_float16_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1059,7 +1352,7 @@ def adafactor_float16_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -1074,8 +1367,24 @@ def adafactor_float16_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1085,8 +1394,30 @@ def adafactor_float16_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1115,13 +1446,13 @@ def adafactor_float16_7_flat(
         row_sum_term = adafactor_float16_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
 def adafactor_float16_10_tile(
     p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
-    one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1135,15 +1466,15 @@ def adafactor_float16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
 def adafactor_float16_10(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
@@ -1167,7 +1498,7 @@ def adafactor_float16_10(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1180,8 +1511,22 @@ def adafactor_float16_10(
         start = tile * ROWS
         adafactor_float16_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
-            False,
+            at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, False,
+        )
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
+        )
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
+        )
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -1190,15 +1535,36 @@ def adafactor_float16_10(
         live = live_row & live_col
         adafactor_float16_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay, eps1_times_eps1,
-            minus_grad_scale, True,
+            at_row, lane, live, live_row, live_col, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
         )
 
 
 @triton.jit
 def adafactor_float16_10_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1220,8 +1586,8 @@ def adafactor_float16_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adafactor_float16_10_tile(
-            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, True,
+            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
         )
 
 
@@ -1240,7 +1606,7 @@ def adafactor_float32_no_factored_1_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1276,8 +1642,8 @@ def adafactor_float32_no_factored_1(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
                 scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -1285,8 +1651,8 @@ def adafactor_float32_no_factored_1(
             p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
             eps1_times_eps1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1295,8 +1661,8 @@ def adafactor_float32_no_factored_1(
                 p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -1350,8 +1716,8 @@ def adafactor_float32_no_factored_2(
 
 @triton.jit
 def adafactor_float32_no_factored_3_tile(
-    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, one_minus_lr_times_weight_decay, scalar_0,
-    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, grad_scale, one_minus_lr_times_weight_decay,
+    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1364,7 +1730,7 @@ def adafactor_float32_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -1372,9 +1738,9 @@ def adafactor_float32_no_factored_3_tile(
 
 @triton.jit
 def adafactor_float32_no_factored_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1399,25 +1765,23 @@ def adafactor_float32_no_factored_3(
         for odd in tl.static_range(2):
             adafactor_float32_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                tensor_div_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, minus_grad_scale, False,
+                tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         adafactor_float32_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-            minus_grad_scale, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at, grad_scale,
+            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             adafactor_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                minus_grad_scale, True,
+                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
+                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
 
 
@@ -1438,7 +1802,7 @@ def adafactor_bfloat16_no_factored_1_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1474,8 +1838,8 @@ def adafactor_bfloat16_no_factored_1(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
                 scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -1483,8 +1847,8 @@ def adafactor_bfloat16_no_factored_1(
             p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
             eps1_times_eps1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1493,16 +1857,16 @@ def adafactor_bfloat16_no_factored_1(
                 p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def adafactor_bfloat16_no_factored_3_tile(
-    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, one_minus_lr_times_weight_decay, scalar_0,
-    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, grad_scale, one_minus_lr_times_weight_decay,
+    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1517,7 +1881,7 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -1527,9 +1891,9 @@ def adafactor_bfloat16_no_factored_3_tile(
 
 @triton.jit
 def adafactor_bfloat16_no_factored_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1554,25 +1918,23 @@ def adafactor_bfloat16_no_factored_3(
         for odd in tl.static_range(2):
             adafactor_bfloat16_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                tensor_div_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, minus_grad_scale, False,
+                tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         adafactor_bfloat16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-            minus_grad_scale, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at, grad_scale,
+            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             adafactor_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                minus_grad_scale, True,
+                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
+                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
 
 
@@ -1593,7 +1955,7 @@ def adafactor_float16_no_factored_1_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1629,8 +1991,8 @@ def adafactor_float16_no_factored_1(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
                 scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -1638,8 +2000,8 @@ def adafactor_float16_no_factored_1(
             p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
             eps1_times_eps1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1648,16 +2010,16 @@ def adafactor_float16_no_factored_1(
                 p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def adafactor_float16_no_factored_3_tile(
-    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, one_minus_lr_times_weight_decay, scalar_0,
-    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, grad_scale, one_minus_lr_times_weight_decay,
+    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1672,7 +2034,7 @@ def adafactor_float16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
@@ -1680,9 +2042,9 @@ def adafactor_float16_no_factored_3_tile(
 
 @triton.jit
 def adafactor_float16_no_factored_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1707,25 +2069,23 @@ def adafactor_float16_no_factored_3(
         for odd in tl.static_range(2):
             adafactor_float16_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                tensor_div_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, minus_grad_scale, False,
+                tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         adafactor_float16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-            minus_grad_scale, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at, grad_scale,
+            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             adafactor_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                minus_grad_scale, True,
+                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
+                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
 
 
@@ -1751,15 +2111,15 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "adafactor_float32_1": 4,
+    "adafactor_float32_1": 1,
     "adafactor_float32_7": 1,
-    "adafactor_float32_10": 4,
-    "adafactor_bfloat16_1": 4,
+    "adafactor_float32_10": 1,
+    "adafactor_bfloat16_1": 1,
     "adafactor_bfloat16_7": 1,
-    "adafactor_bfloat16_10": 4,
-    "adafactor_float16_1": 4,
+    "adafactor_bfloat16_10": 1,
+    "adafactor_float16_1": 1,
     "adafactor_float16_7": 1,
-    "adafactor_float16_10": 4,
+    "adafactor_float16_10": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

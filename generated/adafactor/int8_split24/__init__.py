@@ -44,10 +44,9 @@ def kernel_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
     eps1_times_eps1 = eps1 * eps1
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    minus_grad_scale = -grad_scale
     return (
         grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1,
-        eps1_times_eps1, d, one_minus_lr_times_weight_decay, minus_grad_scale,
+        eps1_times_eps1, d, grad_scale, one_minus_lr_times_weight_decay,
     )
 
 
@@ -75,10 +74,9 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
     lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
     grad_scale_times_grad_scale = grad_scale * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    minus_grad_scale = -grad_scale
     return (
         scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
-        grad_scale_times_grad_scale, one_minus_lr_times_weight_decay, minus_grad_scale,
+        grad_scale_times_grad_scale, grad_scale, one_minus_lr_times_weight_decay,
     )
 
 
@@ -97,7 +95,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -126,7 +124,7 @@ VARIANTS = (
             Stage("adafactor_float32_7", "elem", 2, (6,), temps=('row_sum_of_g',), matrices=True, block=1),
             Stage("adafactor_float32_8", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
             Stage("adafactor_float32_9", "tensor", 3, (7, 0), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float32_10", "elem", 4, (8, 6, 9), temps=(), matrices=True, block=1),
+            Stage("adafactor_float32_10", "elem", 4, (8, 9, 6), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -144,7 +142,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -173,7 +171,7 @@ VARIANTS = (
             Stage("adafactor_bfloat16_7", "elem", 2, (6,), temps=('row_sum_of_g',), matrices=True, block=1),
             Stage("adafactor_bfloat16_8", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
             Stage("adafactor_bfloat16_9", "tensor", 3, (7, 0), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_bfloat16_10", "elem", 4, (8, 6, 9), temps=(), matrices=True, block=1),
+            Stage("adafactor_bfloat16_10", "elem", 4, (8, 9, 6), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -191,7 +189,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps2', 'lr_min_t_pow_m0p5', 'eps1', 'eps1_times_eps1', 'd', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -220,7 +218,7 @@ VARIANTS = (
             Stage("adafactor_float16_7", "elem", 2, (6,), temps=('row_sum_of_g',), matrices=True, block=1),
             Stage("adafactor_bfloat16_8", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
             Stage("adafactor_float16_9", "tensor", 3, (7, 0), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float16_10", "elem", 4, (8, 6, 9), temps=(), matrices=True, block=1),
+            Stage("adafactor_float16_10", "elem", 4, (8, 9, 6), temps=(), matrices=True, block=1),
         ),
     ),
     Variant(
@@ -237,7 +235,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -251,7 +249,7 @@ VARIANTS = (
         stages=(
             Stage("adafactor_float32_no_factored_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=64),
             Stage("adafactor_float32_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float32_no_factored_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=64),
+            Stage("adafactor_float32_no_factored_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=64),
         ),
     ),
     Variant(
@@ -267,7 +265,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -281,7 +279,7 @@ VARIANTS = (
         stages=(
             Stage("adafactor_float32_no_factored_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=1),
             Stage("adafactor_float32_no_factored_small_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float32_no_factored_small_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=1),
+            Stage("adafactor_float32_no_factored_small_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -299,7 +297,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -313,7 +311,7 @@ VARIANTS = (
         stages=(
             Stage("adafactor_bfloat16_no_factored_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=64),
             Stage("adafactor_bfloat16_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_bfloat16_no_factored_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=64),
+            Stage("adafactor_bfloat16_no_factored_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=64),
         ),
     ),
     Variant(
@@ -330,7 +328,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -344,7 +342,7 @@ VARIANTS = (
         stages=(
             Stage("adafactor_bfloat16_no_factored_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=1),
             Stage("adafactor_float32_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_bfloat16_no_factored_small_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=1),
+            Stage("adafactor_bfloat16_no_factored_small_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -362,7 +360,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=64,
         stochastic=True,
@@ -376,7 +374,7 @@ VARIANTS = (
         stages=(
             Stage("adafactor_float16_no_factored_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=64),
             Stage("adafactor_bfloat16_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float16_no_factored_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=64),
+            Stage("adafactor_float16_no_factored_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=64),
         ),
     ),
     Variant(
@@ -393,7 +391,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
         host=host_scalars_2,
-        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'one_minus_lr_times_weight_decay', 'minus_grad_scale'),
+        kernel_scalars=('scalar_0', 'one_minus_t_pow_beta2_decay', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'grad_scale_times_grad_scale', 'grad_scale', 'one_minus_lr_times_weight_decay'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -407,7 +405,7 @@ VARIANTS = (
         stages=(
             Stage("adafactor_float16_no_factored_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=1),
             Stage("adafactor_float32_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
-            Stage("adafactor_float16_no_factored_small_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=1),
+            Stage("adafactor_float16_no_factored_small_3", "elem", 2, (7, 8, 0, 1, 2), temps=(), matrices=False, block=1),
         ),
     ),
 )

@@ -326,9 +326,9 @@ struct adafactor_float32_10 {
         const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
         const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
+        const F grad_scale(known.scalars[8]);
+        const F one_minus_lr_times_weight_decay(known.scalars[9]);
         const F eps1_times_eps1(known.scalars[6]);
-        const F minus_grad_scale(known.scalars[9]);
         const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
@@ -339,7 +339,7 @@ struct adafactor_float32_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(estimate, eps1_times_eps1)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -661,9 +661,9 @@ struct adafactor_bfloat16_10 {
         const float *__restrict row_div_at = (const float *)at[5];     // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
+        const F grad_scale(known.scalars[8]);
+        const F one_minus_lr_times_weight_decay(known.scalars[9]);
         const F eps1_times_eps1(known.scalars[6]);
-        const F minus_grad_scale(known.scalars[9]);
         const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -693,7 +693,7 @@ struct adafactor_bfloat16_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -734,7 +734,7 @@ struct adafactor_float16_1 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -778,9 +778,9 @@ struct adafactor_float16_10 {
         const float *__restrict row_div_at = (const float *)at[5];     // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
+        const F grad_scale(known.scalars[8]);
+        const F one_minus_lr_times_weight_decay(known.scalars[9]);
         const F eps1_times_eps1(known.scalars[6]);
-        const F minus_grad_scale(known.scalars[9]);
         const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -806,7 +806,7 @@ struct adafactor_float16_10 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -818,7 +818,7 @@ struct adafactor_float16_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             const I tensor_div_bitcast = bits(p_3);
             const I p_sign = tensor_div_bitcast >> 16 & 32768;
             const I p_magnitude = tensor_div_bitcast & 2147483647;
@@ -895,7 +895,7 @@ struct adafactor_float32_no_factored_1 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = to_int(variance_code);
+                const I variance_piece = apart(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -975,11 +975,11 @@ struct adafactor_float32_no_factored_3 {
         const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1031,7 +1031,7 @@ struct adafactor_float32_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = to_int(variance_code);
+                const I variance_piece = apart(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1040,7 +1040,7 @@ struct adafactor_float32_no_factored_3 {
                 const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
                 const F p_2 = one_minus_lr_times_weight_decay * p;   // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-                const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+                const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
                 const I variance_pattern = bits(sqrt(variance_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -1197,11 +1197,11 @@ struct adafactor_float32_no_factored_small_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
         const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
@@ -1213,7 +1213,7 @@ struct adafactor_float32_no_factored_small_3 {
             const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             store(p_at + i, p_3);
             store(variance_at + i, variance_2);
         }
@@ -1279,7 +1279,7 @@ struct adafactor_bfloat16_no_factored_1 {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = to_int(variance_code);
+                const I variance_piece = apart(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1362,11 +1362,11 @@ struct adafactor_bfloat16_no_factored_3 {
         const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1418,7 +1418,7 @@ struct adafactor_bfloat16_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = to_int(variance_code);
+                const I variance_piece = apart(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1430,7 +1430,7 @@ struct adafactor_bfloat16_no_factored_3 {
                 const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-                const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+                const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1564,11 +1564,11 @@ struct adafactor_bfloat16_no_factored_small_3 {
         const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1600,7 +1600,7 @@ struct adafactor_bfloat16_no_factored_small_3 {
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1669,7 +1669,7 @@ struct adafactor_float16_no_factored_1 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1679,7 +1679,7 @@ struct adafactor_float16_no_factored_1 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = to_int(variance_code);
+                const I variance_piece = apart(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1727,11 +1727,11 @@ struct adafactor_float16_no_factored_3 {
         const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1783,14 +1783,14 @@ struct adafactor_float16_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = to_int(variance_code);
+                const I variance_piece = apart(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1803,7 +1803,7 @@ struct adafactor_float16_no_factored_3 {
                 const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
                 const F p_2 = one_minus_lr_times_weight_decay * p;   // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-                const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+                const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
                 const I tensor_div_bitcast = bits(p_3);
                 const I p_sign = tensor_div_bitcast >> 16 & 32768;
                 const I p_magnitude = tensor_div_bitcast & 2147483647;
@@ -1912,7 +1912,7 @@ struct adafactor_float16_no_factored_small_1 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1957,11 +1957,11 @@ struct adafactor_float16_no_factored_small_3 {
         const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        const F grad_scale(known.scalars[7]);
+        const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
-        const F minus_grad_scale(known.scalars[8]);
         const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1988,7 +1988,7 @@ struct adafactor_float16_no_factored_small_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2001,7 +2001,7 @@ struct adafactor_float16_no_factored_small_3 {
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             const I tensor_div_bitcast = bits(p_3);
             const I p_sign = tensor_div_bitcast >> 16 & 32768;
             const I p_magnitude = tensor_div_bitcast & 2147483647;

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_max, block_min, byte, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened, within
 
 
 @triton.jit
@@ -29,8 +29,7 @@ def adafactor_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    g_mul = g * g
-    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def adafactor_float32_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -66,7 +65,10 @@ def adafactor_float32_1(
     row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
     row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
     col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -74,11 +76,30 @@ def adafactor_float32_1(
         row_sum_term, g_mul_term = adafactor_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -87,13 +108,41 @@ def adafactor_float32_1(
         row_sum_term, g_mul_term = adafactor_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, at, live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_col_var_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -115,8 +164,8 @@ def adafactor_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term, g_mul_term = adafactor_float32_1_tile(p_ptr, g_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -345,7 +394,7 @@ def adafactor_float32_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -373,7 +422,7 @@ def adafactor_float32_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -388,8 +437,24 @@ def adafactor_float32_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -399,8 +464,30 @@ def adafactor_float32_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = adafactor_float32_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -429,7 +516,7 @@ def adafactor_float32_7_flat(
         row_sum_term = adafactor_float32_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -506,7 +593,7 @@ def adafactor_float32_8(
 @triton.jit
 def adafactor_float32_10_tile(
     p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
-    one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -519,15 +606,15 @@ def adafactor_float32_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
 def adafactor_float32_10(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
@@ -551,7 +638,7 @@ def adafactor_float32_10(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -564,8 +651,22 @@ def adafactor_float32_10(
         start = tile * ROWS
         adafactor_float32_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
-            False,
+            at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, False,
+        )
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
+        )
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
+        )
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, at, at_row, lane, grad_scale, one_minus_lr_times_weight_decay,
+            eps1_times_eps1, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -574,15 +675,36 @@ def adafactor_float32_10(
         live = live_row & live_col
         adafactor_float32_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
-            at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay, eps1_times_eps1,
-            minus_grad_scale, True,
+            at_row, lane, live, live_row, live_col, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, col_var_ptr + 256, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, col_var_ptr + 512, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adafactor_float32_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, col_var_ptr + 768, tensor_div_ptr,
+            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
         )
 
 
 @triton.jit
 def adafactor_float32_10_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -604,8 +726,8 @@ def adafactor_float32_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adafactor_float32_10_tile(
-            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
-            one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, True,
+            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale,
+            one_minus_lr_times_weight_decay, eps1_times_eps1, True,
         )
 
 
@@ -620,8 +742,7 @@ def adafactor_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    g_mul = g_cast * g_cast
-    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -650,7 +771,7 @@ def adafactor_bfloat16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -659,7 +780,10 @@ def adafactor_bfloat16_1(
     row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 20)) + top
     row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 20)) + top
     col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -667,11 +791,33 @@ def adafactor_bfloat16_1(
         row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns, at, at, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256, at,
+            at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512, at,
+            at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768, at,
+            at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -680,13 +826,44 @@ def adafactor_bfloat16_1(
         row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns, at, live, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256, at,
+            live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512, at,
+            live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768, at,
+            live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_col_var_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -709,8 +886,8 @@ def adafactor_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -785,7 +962,7 @@ def adafactor_bfloat16_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -813,7 +990,7 @@ def adafactor_bfloat16_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -828,8 +1005,24 @@ def adafactor_bfloat16_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -839,8 +1032,30 @@ def adafactor_bfloat16_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = adafactor_bfloat16_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -869,7 +1084,7 @@ def adafactor_bfloat16_7_flat(
         row_sum_term = adafactor_bfloat16_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -903,13 +1118,14 @@ def adafactor_bfloat16_8(
 @triton.jit
 def adafactor_bfloat16_10_tile(
     p_ptr, g_ptr, weight_low_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live,
-    live_row, live_col, index, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, step_key,
+    live_row, live_col, index, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     row_div = get(row_div_ptr, at_row, live_row, MASKED)
     col_var = get(col_var_ptr, at_col, live_col, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -920,7 +1136,7 @@ def adafactor_bfloat16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -938,8 +1154,8 @@ def adafactor_bfloat16_10_tile(
 
 @triton.jit
 def adafactor_bfloat16_10(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
@@ -967,7 +1183,7 @@ def adafactor_bfloat16_10(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -984,7 +1200,25 @@ def adafactor_bfloat16_10(
         adafactor_bfloat16_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns, col_var_ptr,
             tensor_div_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
+            before + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, False,
+        )
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            col_var_ptr + 256, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
+            before + 256 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, False,
+        )
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            col_var_ptr + 512, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
+            before + 512 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, False,
+        )
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            col_var_ptr + 768, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
+            before + 768 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
             step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -995,15 +1229,39 @@ def adafactor_bfloat16_10(
         adafactor_bfloat16_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns, col_var_ptr,
             tensor_div_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
+            before + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            col_var_ptr + 256, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
+            before + 256 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            col_var_ptr + 512, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
+            before + 512 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adafactor_bfloat16_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            col_var_ptr + 768, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
+            before + 768 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
             step_key, stream_key, True,
         )
 
 
 @triton.jit
 def adafactor_bfloat16_10_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1032,8 +1290,7 @@ def adafactor_bfloat16_10_flat(
         at_col = at_mat * width + at % width
         adafactor_bfloat16_10_tile(
             p_ptr, g_ptr, weight_low_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live,
-            live, number, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key,
-            True,
+            live, number, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, step_key, stream_key, True,
         )
 
 
@@ -1044,7 +1301,7 @@ def adafactor_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1055,8 +1312,7 @@ def adafactor_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * g_cast
-    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -1085,7 +1341,7 @@ def adafactor_float16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1094,7 +1350,10 @@ def adafactor_float16_1(
     row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 20)) + top
     row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 20)) + top
     col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1102,11 +1361,33 @@ def adafactor_float16_1(
         row_sum_term, g_mul_term = adafactor_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns, at, at, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256, at,
+            at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512, at,
+            at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768, at,
+            at, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1115,13 +1396,44 @@ def adafactor_float16_1(
         row_sum_term, g_mul_term = adafactor_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns, at, live, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256, at,
+            live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512, at,
+            live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768, at,
+            live, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_col_var_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_row_var_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_col_var_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_col_var_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_col_var_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -1144,8 +1456,8 @@ def adafactor_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term, g_mul_term = adafactor_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -1162,7 +1474,7 @@ def adafactor_float16_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1190,7 +1502,7 @@ def adafactor_float16_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -1205,8 +1517,24 @@ def adafactor_float16_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
+            lane, eps1_times_eps1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1216,8 +1544,30 @@ def adafactor_float16_7(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = adafactor_float16_7_tile(
+            g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
+            live_col, eps1_times_eps1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1246,25 +1596,26 @@ def adafactor_float16_7_flat(
         row_sum_term = adafactor_float16_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
 def adafactor_float16_10_tile(
     p_ptr, g_ptr, weight_low_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live,
-    live_row, live_col, index, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, step_key,
+    live_row, live_col, index, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     row_div = get(row_div_ptr, at_row, live_row, MASKED)
     col_var = get(col_var_ptr, at_col, live_col, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1276,7 +1627,7 @@ def adafactor_float16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     tensor_div_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = tensor_div_bitcast >> 16 & 32768
@@ -1305,8 +1656,8 @@ def adafactor_float16_10_tile(
 
 @triton.jit
 def adafactor_float16_10(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
@@ -1334,7 +1685,7 @@ def adafactor_float16_10(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1351,7 +1702,25 @@ def adafactor_float16_10(
         adafactor_float16_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns, col_var_ptr,
             tensor_div_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
+            before + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, False,
+        )
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            col_var_ptr + 256, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
+            before + 256 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, False,
+        )
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            col_var_ptr + 512, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
+            before + 512 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, False,
+        )
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            col_var_ptr + 768, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
+            before + 768 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
             step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -1362,15 +1731,39 @@ def adafactor_float16_10(
         adafactor_float16_10_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns, col_var_ptr,
             tensor_div_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
+            before + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            col_var_ptr + 256, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
+            before + 256 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            col_var_ptr + 512, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
+            before + 512 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adafactor_float16_10_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            col_var_ptr + 768, tensor_div_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
+            before + 768 + (start + at_row) * padded, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1,
             step_key, stream_key, True,
         )
 
 
 @triton.jit
 def adafactor_float16_10_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1399,8 +1792,7 @@ def adafactor_float16_10_flat(
         at_col = at_mat * width + at % width
         adafactor_float16_10_tile(
             p_ptr, g_ptr, weight_low_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live,
-            live, number, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key,
-            True,
+            live, number, grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1, step_key, stream_key, True,
         )
 
 
@@ -1420,7 +1812,7 @@ def adafactor_float32_no_factored_1_tile(
     variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_ptr, at, live, MASKED)
-    variance_piece = variance_code.to(tl.int32)
+    variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
@@ -1429,7 +1821,7 @@ def adafactor_float32_no_factored_1_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1472,8 +1864,8 @@ def adafactor_float32_no_factored_1(
                 p_ptr, g_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1492,8 +1884,8 @@ def adafactor_float32_no_factored_1(
                     variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -1501,8 +1893,8 @@ def adafactor_float32_no_factored_1(
                 p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + tile * BLOCKS, at, at_block, at,
                 at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -1513,8 +1905,8 @@ def adafactor_float32_no_factored_1(
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -1569,8 +1961,8 @@ def adafactor_float32_no_factored_2(
 @triton.jit
 def adafactor_float32_no_factored_3_tile(
     p_ptr, g_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live, live_block, index,
-    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-    minus_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1583,7 +1975,7 @@ def adafactor_float32_no_factored_3_tile(
     variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_ptr, at, live, MASKED)
-    variance_piece = variance_code.to(tl.int32)
+    variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
@@ -1593,7 +1985,7 @@ def adafactor_float32_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     variance_pattern = tl.sqrt(variance).to(tl.int32, bitcast=True)
@@ -1626,9 +2018,9 @@ def adafactor_float32_no_factored_3_tile(
 
 @triton.jit
 def adafactor_float32_no_factored_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1665,8 +2057,8 @@ def adafactor_float32_no_factored_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adafactor_float32_no_factored_3_tile(
                 p_ptr, g_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, where, block, live, live_block, number,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                minus_grad_scale, step_key, stream_key, True,
+                grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1686,16 +2078,17 @@ def adafactor_float32_no_factored_3(
                 adafactor_float32_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
                     variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, False,
+                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_float32_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + tile * BLOCKS, tensor_div_ptr,
-                at, at_block, at, at_block, before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay,
-                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, False,
+                at, at_block, at, at_block, before + start + (at & -8) | at & 7, grad_scale,
+                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1705,8 +2098,8 @@ def adafactor_float32_no_factored_3(
                 adafactor_float32_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, True,
+                    live_block, before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -1725,7 +2118,7 @@ def adafactor_float32_no_factored_small_1_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1761,8 +2154,8 @@ def adafactor_float32_no_factored_small_1(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
                 scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -1770,8 +2163,8 @@ def adafactor_float32_no_factored_small_1(
             p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
             eps1_times_eps1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1780,8 +2173,8 @@ def adafactor_float32_no_factored_small_1(
                 p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -1810,8 +2203,8 @@ def adafactor_float32_no_factored_small_2(
 
 @triton.jit
 def adafactor_float32_no_factored_small_3_tile(
-    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, one_minus_lr_times_weight_decay, scalar_0,
-    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, grad_scale, one_minus_lr_times_weight_decay,
+    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1824,7 +2217,7 @@ def adafactor_float32_no_factored_small_3_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -1832,9 +2225,9 @@ def adafactor_float32_no_factored_small_3_tile(
 
 @triton.jit
 def adafactor_float32_no_factored_small_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1859,25 +2252,23 @@ def adafactor_float32_no_factored_small_3(
         for odd in tl.static_range(2):
             adafactor_float32_no_factored_small_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                tensor_div_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, minus_grad_scale, False,
+                tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         adafactor_float32_no_factored_small_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-            minus_grad_scale, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at, grad_scale,
+            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             adafactor_float32_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                minus_grad_scale, True,
+                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
+                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
 
 
@@ -1900,7 +2291,7 @@ def adafactor_bfloat16_no_factored_1_tile(
     variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_ptr, at, live, MASKED)
-    variance_piece = variance_code.to(tl.int32)
+    variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
@@ -1910,7 +2301,7 @@ def adafactor_bfloat16_no_factored_1_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1954,8 +2345,8 @@ def adafactor_bfloat16_no_factored_1(
                 p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1975,8 +2366,8 @@ def adafactor_bfloat16_no_factored_1(
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
                     at, at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -1985,8 +2376,8 @@ def adafactor_bfloat16_no_factored_1(
                 variance_range_ptr + tile * BLOCKS, at, at_block, at, at_block, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -1997,8 +2388,8 @@ def adafactor_bfloat16_no_factored_1(
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -2028,8 +2419,8 @@ def adafactor_bfloat16_no_factored_2(
 @triton.jit
 def adafactor_bfloat16_no_factored_3_tile(
     p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live,
-    live_block, index, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-    eps1_times_eps1, minus_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+    eps1_times_eps1, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2042,7 +2433,7 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_ptr, at, live, MASKED)
-    variance_piece = variance_code.to(tl.int32)
+    variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
@@ -2056,7 +2447,7 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -2092,9 +2483,9 @@ def adafactor_bfloat16_no_factored_3_tile(
 
 @triton.jit
 def adafactor_bfloat16_no_factored_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -2132,8 +2523,8 @@ def adafactor_bfloat16_no_factored_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adafactor_bfloat16_no_factored_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, where, block, live,
-                live_block, number, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, minus_grad_scale, step_key, stream_key, True,
+                live_block, number, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+                eps1_times_eps1, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2154,9 +2545,9 @@ def adafactor_bfloat16_no_factored_3(
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                    minus_grad_scale, step_key, stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, grad_scale,
+                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2164,8 +2555,8 @@ def adafactor_bfloat16_no_factored_3(
             adafactor_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                 variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, False,
+                before + start + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2175,8 +2566,8 @@ def adafactor_bfloat16_no_factored_3(
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, True,
+                    live_block, before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -2199,7 +2590,7 @@ def adafactor_bfloat16_no_factored_small_1_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2237,8 +2628,8 @@ def adafactor_bfloat16_no_factored_small_1(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 variance_ptr + start + odd * TILE, at, at, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -2246,8 +2637,8 @@ def adafactor_bfloat16_no_factored_small_1(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, at, at, scalar_0,
             one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -2256,17 +2647,17 @@ def adafactor_bfloat16_no_factored_small_1(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def adafactor_bfloat16_no_factored_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, at, live, index,
-    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-    minus_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, at, live, index, grad_scale,
+    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2283,7 +2674,7 @@ def adafactor_bfloat16_no_factored_small_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
@@ -2302,9 +2693,9 @@ def adafactor_bfloat16_no_factored_small_3_tile(
 
 @triton.jit
 def adafactor_bfloat16_no_factored_small_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -2331,9 +2722,9 @@ def adafactor_bfloat16_no_factored_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             adafactor_bfloat16_no_factored_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, where, live, number,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                minus_grad_scale, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, where, live, number, grad_scale,
+                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+                stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -2351,16 +2742,16 @@ def adafactor_bfloat16_no_factored_small_3(
                 adafactor_bfloat16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, False,
+                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, False,
+                before + start + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2368,8 +2759,8 @@ def adafactor_bfloat16_no_factored_small_3(
                 live = few < count - start
                 adafactor_bfloat16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, True,
+                    before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -2383,7 +2774,7 @@ def adafactor_float16_no_factored_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2399,7 +2790,7 @@ def adafactor_float16_no_factored_1_tile(
     variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_ptr, at, live, MASKED)
-    variance_piece = variance_code.to(tl.int32)
+    variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
@@ -2409,7 +2800,7 @@ def adafactor_float16_no_factored_1_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2453,8 +2844,8 @@ def adafactor_float16_no_factored_1(
                 p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2474,8 +2865,8 @@ def adafactor_float16_no_factored_1(
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
                     at, at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -2484,8 +2875,8 @@ def adafactor_float16_no_factored_1(
                 variance_range_ptr + tile * BLOCKS, at, at_block, at, at_block, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -2496,8 +2887,8 @@ def adafactor_float16_no_factored_1(
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -2505,8 +2896,8 @@ def adafactor_float16_no_factored_1(
 @triton.jit
 def adafactor_float16_no_factored_3_tile(
     p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live,
-    live_block, index, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-    eps1_times_eps1, minus_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+    eps1_times_eps1, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2519,14 +2910,14 @@ def adafactor_float16_no_factored_3_tile(
     variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_ptr, at, live, MASKED)
-    variance_piece = variance_code.to(tl.int32)
+    variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2540,7 +2931,7 @@ def adafactor_float16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     tensor_div_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = tensor_div_bitcast >> 16 & 32768
@@ -2587,9 +2978,9 @@ def adafactor_float16_no_factored_3_tile(
 
 @triton.jit
 def adafactor_float16_no_factored_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -2627,8 +3018,8 @@ def adafactor_float16_no_factored_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adafactor_float16_no_factored_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, where, block, live,
-                live_block, number, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, minus_grad_scale, step_key, stream_key, True,
+                live_block, number, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+                eps1_times_eps1, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2649,9 +3040,9 @@ def adafactor_float16_no_factored_3(
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                    minus_grad_scale, step_key, stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, grad_scale,
+                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2659,8 +3050,8 @@ def adafactor_float16_no_factored_3(
             adafactor_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                 variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, False,
+                before + start + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2670,8 +3061,8 @@ def adafactor_float16_no_factored_3(
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, True,
+                    live_block, before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -2685,7 +3076,7 @@ def adafactor_float16_no_factored_small_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2701,7 +3092,7 @@ def adafactor_float16_no_factored_small_1_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2739,8 +3130,8 @@ def adafactor_float16_no_factored_small_1(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 variance_ptr + start + odd * TILE, at, at, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -2748,8 +3139,8 @@ def adafactor_float16_no_factored_small_1(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, at, at, scalar_0,
             one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -2758,17 +3149,17 @@ def adafactor_float16_no_factored_small_1(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def adafactor_float16_no_factored_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, at, live, index,
-    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-    minus_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, at, live, index, grad_scale,
+    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2778,7 +3169,7 @@ def adafactor_float16_no_factored_small_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2792,7 +3183,7 @@ def adafactor_float16_no_factored_small_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, tensor_div * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     tensor_div_bitcast = p.to(tl.int32, bitcast=True)
@@ -2822,9 +3213,9 @@ def adafactor_float16_no_factored_small_3_tile(
 
 @triton.jit
 def adafactor_float16_no_factored_small_3(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, minus_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -2851,9 +3242,9 @@ def adafactor_float16_no_factored_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             adafactor_float16_no_factored_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, where, live, number,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                minus_grad_scale, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, where, live, number, grad_scale,
+                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+                stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -2871,16 +3262,16 @@ def adafactor_float16_no_factored_small_3(
                 adafactor_float16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, False,
+                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, False,
+                before + start + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2888,8 +3279,8 @@ def adafactor_float16_no_factored_small_3(
                 live = few < count - start
                 adafactor_float16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, step_key, stream_key, True,
+                    before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -2927,15 +3318,15 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "adafactor_float32_1": 4,
+    "adafactor_float32_1": 1,
     "adafactor_float32_7": 1,
-    "adafactor_float32_10": 4,
-    "adafactor_bfloat16_1": 4,
+    "adafactor_float32_10": 1,
+    "adafactor_bfloat16_1": 1,
     "adafactor_bfloat16_7": 1,
-    "adafactor_bfloat16_10": 4,
-    "adafactor_float16_1": 4,
+    "adafactor_bfloat16_10": 1,
+    "adafactor_float16_1": 1,
     "adafactor_float16_7": 1,
-    "adafactor_float16_10": 4,
+    "adafactor_float16_10": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_max, block_min, byte, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import apart, block_max, block_min, byte, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def adagrad_float32_tile(
     sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
-    sum_piece = sum_code.to(tl.int32)
+    sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
@@ -244,7 +244,7 @@ def adagrad_bfloat16_tile(
     sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
-    sum_piece = sum_code.to(tl.int32)
+    sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
@@ -484,7 +484,7 @@ def adagrad_float16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -501,7 +501,7 @@ def adagrad_float16_tile(
     sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
-    sum_piece = sum_code.to(tl.int32)
+    sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
     g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
@@ -648,7 +648,7 @@ def adagrad_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

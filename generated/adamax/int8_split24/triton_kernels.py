@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, widened
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def adamax_float32_tile(
     exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
-    exp_inf_piece = exp_inf_code.to(tl.int32)
+    exp_inf_piece = apart(exp_inf_code)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_piece * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
@@ -78,7 +78,7 @@ def adamax_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_largest = tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 536870912), 1601175552)
     exp_inf_above = (exp_inf_largest + 524288 >> 22) + 1
@@ -295,7 +295,7 @@ def adamax_bfloat16_tile(
     exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
-    exp_inf_piece = exp_inf_code.to(tl.int32)
+    exp_inf_piece = apart(exp_inf_code)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_piece * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
@@ -329,7 +329,7 @@ def adamax_bfloat16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_largest = tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 536870912), 1601175552)
     exp_inf_above = (exp_inf_largest + 524288 >> 22) + 1
@@ -570,7 +570,7 @@ def adamax_float16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -594,7 +594,7 @@ def adamax_float16_tile(
     exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
-    exp_inf_piece = exp_inf_code.to(tl.int32)
+    exp_inf_piece = apart(exp_inf_code)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_piece * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_inf = exp_inf_value * exp_inf_value
@@ -639,7 +639,7 @@ def adamax_float16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     p_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_largest = tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 536870912), 1601175552)
     exp_inf_above = (exp_inf_largest + 524288 >> 22) + 1
@@ -765,7 +765,7 @@ def adamax_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

@@ -43,7 +43,7 @@ def adamp_float32_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def adamp_float32_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -91,37 +91,99 @@ def adamp_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, live, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -151,14 +213,14 @@ def adamp_float32_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -441,7 +503,7 @@ def adamp_float32_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -457,6 +519,24 @@ def adamp_float32_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
             scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
         )
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -466,6 +546,30 @@ def adamp_float32_7(
             p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
             live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
 
 
@@ -521,7 +625,7 @@ def adamp_bfloat16_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -554,7 +658,7 @@ def adamp_bfloat16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -569,37 +673,99 @@ def adamp_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, live, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -629,14 +795,14 @@ def adamp_bfloat16_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -872,7 +1038,7 @@ def adamp_bfloat16_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -888,6 +1054,24 @@ def adamp_bfloat16_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
             at_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
         )
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -897,6 +1081,30 @@ def adamp_bfloat16_7(
             p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
             live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
 
 
@@ -952,7 +1160,7 @@ def adamp_float16_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -985,7 +1193,7 @@ def adamp_float16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1000,37 +1208,99 @@ def adamp_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, live, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1060,14 +1330,14 @@ def adamp_float16_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1121,7 +1391,7 @@ def adamp_float16_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1137,6 +1407,24 @@ def adamp_float16_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
             at_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
         )
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1146,6 +1434,30 @@ def adamp_float16_7(
             p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
             live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
 
 
@@ -1442,7 +1754,7 @@ def adamp_float32_nesterov_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -1476,7 +1788,7 @@ def adamp_float32_nesterov_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1491,38 +1803,103 @@ def adamp_float32_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1552,14 +1929,14 @@ def adamp_float32_nesterov_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1625,7 +2002,7 @@ def adamp_float32_nesterov_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1645,6 +2022,30 @@ def adamp_float32_nesterov_7(
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
             False,
         )
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1653,6 +2054,36 @@ def adamp_float32_nesterov_7(
         adamp_float32_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -1715,7 +2146,7 @@ def adamp_bfloat16_nesterov_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -1749,7 +2180,7 @@ def adamp_bfloat16_nesterov_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1764,38 +2195,103 @@ def adamp_bfloat16_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1825,14 +2321,14 @@ def adamp_bfloat16_nesterov_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1903,7 +2399,7 @@ def adamp_bfloat16_nesterov_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1923,6 +2419,30 @@ def adamp_bfloat16_nesterov_7(
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
             False,
         )
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1931,6 +2451,36 @@ def adamp_bfloat16_nesterov_7(
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -1993,7 +2543,7 @@ def adamp_float16_nesterov_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -2027,7 +2577,7 @@ def adamp_float16_nesterov_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2042,38 +2592,103 @@ def adamp_float16_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -2103,14 +2718,14 @@ def adamp_float16_nesterov_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -2179,7 +2794,7 @@ def adamp_float16_nesterov_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2199,6 +2814,30 @@ def adamp_float16_nesterov_7(
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
             False,
         )
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2207,6 +2846,36 @@ def adamp_float16_nesterov_7(
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -2531,18 +3200,18 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "adamp_float32_1": 4,
-    "adamp_float32_7": 4,
-    "adamp_bfloat16_1": 4,
-    "adamp_bfloat16_7": 4,
-    "adamp_float16_1": 4,
-    "adamp_float16_7": 4,
-    "adamp_float32_nesterov_1": 4,
-    "adamp_float32_nesterov_7": 4,
-    "adamp_bfloat16_nesterov_1": 4,
-    "adamp_bfloat16_nesterov_7": 4,
-    "adamp_float16_nesterov_1": 4,
-    "adamp_float16_nesterov_7": 4,
+    "adamp_float32_1": 1,
+    "adamp_float32_7": 1,
+    "adamp_bfloat16_1": 1,
+    "adamp_bfloat16_7": 1,
+    "adamp_float16_1": 1,
+    "adamp_float16_7": 1,
+    "adamp_float32_nesterov_1": 1,
+    "adamp_float32_nesterov_7": 1,
+    "adamp_bfloat16_nesterov_1": 1,
+    "adamp_bfloat16_nesterov_7": 1,
+    "adamp_float16_nesterov_1": 1,
+    "adamp_float16_nesterov_7": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, larger, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, larger, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within
 
 
 @triton.jit
@@ -36,6 +36,7 @@ def adamp_float32_1_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -45,7 +46,7 @@ def adamp_float32_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -97,10 +98,10 @@ def adamp_float32_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def adamp_float32_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -160,42 +161,119 @@ def adamp_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, step_key, stream_key, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at, at_block,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at, at_block,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at, at_block,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, step_key, stream_key, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live, live_block,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live, live_block,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live, live_block,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -238,15 +316,15 @@ def adamp_float32_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, block, live,
             live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
             step_key, stream_key, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -503,7 +581,7 @@ def adamp_float32_7_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_scale * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
@@ -550,7 +628,7 @@ def adamp_float32_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -571,6 +649,27 @@ def adamp_float32_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             at, at_block, at_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
         )
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -582,6 +681,36 @@ def adamp_float32_7(
             exp_avg_sq_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             live, live_block, live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        adamp_float32_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
         )
 
 
@@ -643,7 +772,7 @@ def adamp_float32_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -676,7 +805,7 @@ def adamp_float32_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -691,37 +820,99 @@ def adamp_float32_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+            scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, live, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -751,14 +942,14 @@ def adamp_float32_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_small_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -880,7 +1071,7 @@ def adamp_float32_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -896,6 +1087,24 @@ def adamp_float32_small_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
             scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
         )
+        adamp_float32_small_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_float32_small_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
+        adamp_float32_small_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -905,6 +1114,30 @@ def adamp_float32_small_7(
             p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
             live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_float32_small_7_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_float32_small_7_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_float32_small_7_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
 
 
@@ -946,6 +1179,7 @@ def adamp_bfloat16_1_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -960,7 +1194,7 @@ def adamp_bfloat16_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -1016,10 +1250,10 @@ def adamp_bfloat16_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -1059,7 +1293,7 @@ def adamp_bfloat16_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1081,42 +1315,119 @@ def adamp_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, step_key, stream_key, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at,
+            at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at,
+            at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at,
+            at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, step_key, stream_key, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live,
+            live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live,
+            live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live,
+            live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -1160,15 +1471,15 @@ def adamp_bfloat16_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
             block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
             scalar_3, step_key, stream_key, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1362,6 +1673,7 @@ def adamp_bfloat16_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -1379,7 +1691,7 @@ def adamp_bfloat16_7_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_scale * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
@@ -1441,7 +1753,7 @@ def adamp_bfloat16_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1467,6 +1779,30 @@ def adamp_bfloat16_7(
             before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
             step_key, stream_key, False,
         )
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1480,6 +1816,39 @@ def adamp_bfloat16_7(
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
             step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        adamp_bfloat16_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -1552,7 +1921,7 @@ def adamp_bfloat16_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -1586,7 +1955,7 @@ def adamp_bfloat16_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1602,37 +1971,99 @@ def adamp_bfloat16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, at, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1663,14 +2094,14 @@ def adamp_bfloat16_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1752,6 +2183,7 @@ def adamp_bfloat16_small_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -1810,7 +2242,7 @@ def adamp_bfloat16_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1831,6 +2263,27 @@ def adamp_bfloat16_small_7(
             before + (start + at_row) * padded, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
             stream_key, False,
         )
+        adamp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 256 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 512 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 768 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1842,6 +2295,33 @@ def adamp_bfloat16_small_7(
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
             before + (start + at_row) * padded, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
             stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 256 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 512 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 768 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -1889,6 +2369,7 @@ def adamp_float16_1_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1903,14 +2384,14 @@ def adamp_float16_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1966,10 +2447,10 @@ def adamp_float16_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -2009,7 +2490,7 @@ def adamp_float16_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2031,42 +2512,119 @@ def adamp_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, step_key, stream_key, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at,
+            at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at,
+            at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at,
+            at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, step_key, stream_key, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live,
+            live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live,
+            live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live,
+            live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -2110,15 +2668,15 @@ def adamp_float16_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
             block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
             scalar_3, step_key, stream_key, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -2132,9 +2690,10 @@ def adamp_float16_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2156,7 +2715,7 @@ def adamp_float16_7_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     exp_avg = exp_avg_scale * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
@@ -2229,7 +2788,7 @@ def adamp_float16_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2255,6 +2814,30 @@ def adamp_float16_7(
             before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
             step_key, stream_key, False,
         )
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2268,6 +2851,39 @@ def adamp_float16_7(
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
             step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        adamp_float16_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2,
+            scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -2328,7 +2944,7 @@ def adamp_float16_small_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2347,7 +2963,7 @@ def adamp_float16_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -2381,7 +2997,7 @@ def adamp_float16_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2397,37 +3013,99 @@ def adamp_float16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, at, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, at, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, at, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, at, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, live, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, live, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, live, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -2458,14 +3136,14 @@ def adamp_float16_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -2478,9 +3156,10 @@ def adamp_float16_small_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2554,7 +3233,7 @@ def adamp_float16_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2575,6 +3254,27 @@ def adamp_float16_small_7(
             before + (start + at_row) * padded, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
             stream_key, False,
         )
+        adamp_float16_small_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 256 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_float16_small_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 512 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_float16_small_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 768 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2586,6 +3286,33 @@ def adamp_float16_small_7(
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
             before + (start + at_row) * padded, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
             stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_float16_small_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 256 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_float16_small_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 512 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_float16_small_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 768 + (start + at_row) * padded, scalar_2, scalar_3,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -2648,7 +3375,7 @@ def adamp_float32_no_projected_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -2703,7 +3430,7 @@ def adamp_float32_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -2908,7 +3635,7 @@ def adamp_bfloat16_no_projected_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -2970,7 +3697,7 @@ def adamp_bfloat16_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -3218,14 +3945,14 @@ def adamp_float16_no_projected_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -3298,7 +4025,7 @@ def adamp_float16_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -3416,7 +4143,7 @@ def adamp_float16_no_projected_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -3564,7 +4291,7 @@ def adamp_float32_nesterov_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -3575,7 +4302,7 @@ def adamp_float32_nesterov_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -3612,7 +4339,7 @@ def adamp_float32_nesterov_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3631,42 +4358,119 @@ def adamp_float32_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at, at_block, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at, at_block, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at, at_block, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live, live_block, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live, live_block, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live, live_block, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -3704,15 +4508,15 @@ def adamp_float32_nesterov_1_flat(
         at = block // per_row * columns + lane
         live_block = block < blocks
         live = live_block & (lane < columns)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, block, live,
             live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -3731,6 +4535,7 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3740,7 +4545,7 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     g = widened(get(g_ptr, at, live, MASKED))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3799,7 +4604,7 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -3839,7 +4644,7 @@ def adamp_float32_nesterov_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3865,6 +4670,30 @@ def adamp_float32_nesterov_7(
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3878,6 +4707,39 @@ def adamp_float32_nesterov_7(
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        adamp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -3945,7 +4807,7 @@ def adamp_float32_nesterov_small_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -3979,7 +4841,7 @@ def adamp_float32_nesterov_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -3994,38 +4856,103 @@ def adamp_float32_nesterov_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -4055,14 +4982,14 @@ def adamp_float32_nesterov_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float32_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_small_1_tile(
             p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -4128,7 +5055,7 @@ def adamp_float32_nesterov_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -4148,6 +5075,30 @@ def adamp_float32_nesterov_small_7(
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
             False,
         )
+        adamp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
+        adamp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
+        adamp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4156,6 +5107,36 @@ def adamp_float32_nesterov_small_7(
         adamp_float32_nesterov_small_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_sq_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_sq_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_sq_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_sq_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -4226,7 +5207,7 @@ def adamp_bfloat16_nesterov_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -4238,7 +5219,7 @@ def adamp_bfloat16_nesterov_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -4276,7 +5257,7 @@ def adamp_bfloat16_nesterov_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -4296,42 +5277,119 @@ def adamp_bfloat16_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at,
+            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at,
+            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at,
+            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live,
+            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live,
+            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live,
+            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -4370,15 +5428,15 @@ def adamp_bfloat16_nesterov_1_flat(
         at = block // per_row * columns + lane
         live_block = block < blocks
         live = live_block & (lane < columns)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
             block, live, live_block, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -4392,6 +5450,7 @@ def adamp_bfloat16_nesterov_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -4409,7 +5468,7 @@ def adamp_bfloat16_nesterov_7_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4472,7 +5531,7 @@ def adamp_bfloat16_nesterov_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -4513,7 +5572,7 @@ def adamp_bfloat16_nesterov_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -4540,6 +5599,33 @@ def adamp_bfloat16_nesterov_7(
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, False,
+        )
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, False,
+        )
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4553,6 +5639,42 @@ def adamp_bfloat16_nesterov_7(
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        adamp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, True,
         )
 
 
@@ -4625,7 +5747,7 @@ def adamp_bfloat16_nesterov_small_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -4660,7 +5782,7 @@ def adamp_bfloat16_nesterov_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -4676,39 +5798,107 @@ def adamp_bfloat16_nesterov_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -4739,14 +5929,14 @@ def adamp_bfloat16_nesterov_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_bfloat16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -4761,6 +5951,7 @@ def adamp_bfloat16_nesterov_small_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -4832,7 +6023,7 @@ def adamp_bfloat16_nesterov_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -4855,6 +6046,30 @@ def adamp_bfloat16_nesterov_small_7(
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
+        adamp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 256 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 512 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 768 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4866,6 +6081,36 @@ def adamp_bfloat16_nesterov_small_7(
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
             before + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 256 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 512 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 768 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
@@ -4923,7 +6168,7 @@ def adamp_float16_nesterov_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4946,7 +6191,7 @@ def adamp_float16_nesterov_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -4958,7 +6203,7 @@ def adamp_float16_nesterov_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -4996,7 +6241,7 @@ def adamp_float16_nesterov_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -5016,42 +6261,119 @@ def adamp_float16_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at,
+            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at,
+            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at,
+            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live,
+            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live,
+            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live,
+            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -5090,15 +6412,15 @@ def adamp_float16_nesterov_1_flat(
         at = block // per_row * columns + lane
         live_block = block < blocks
         live = live_block & (lane < columns)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
             block, live, live_block, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -5112,9 +6434,10 @@ def adamp_float16_nesterov_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -5136,7 +6459,7 @@ def adamp_float16_nesterov_7_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -5210,7 +6533,7 @@ def adamp_float16_nesterov_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -5251,7 +6574,7 @@ def adamp_float16_nesterov_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -5278,6 +6601,33 @@ def adamp_float16_nesterov_7(
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, False,
+        )
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, False,
+        )
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -5291,6 +6641,42 @@ def adamp_float16_nesterov_7(
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        adamp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, True,
         )
 
 
@@ -5352,7 +6738,7 @@ def adamp_float16_nesterov_small_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -5370,7 +6756,7 @@ def adamp_float16_nesterov_small_1_tile(
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -5405,7 +6791,7 @@ def adamp_float16_nesterov_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -5421,39 +6807,107 @@ def adamp_float16_nesterov_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, at, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, at, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, at, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, at, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             exp_avg_ptr + start * columns, exp_avg_sq_ptr + start * columns, at, live, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256, at, live, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512, at, live, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768, at, live, beta2, scalar_0,
+            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
+            scalar_4, scalar_5, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -5484,14 +6938,14 @@ def adamp_float16_nesterov_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = adamp_float16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -5506,9 +6960,10 @@ def adamp_float16_nesterov_small_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -5595,7 +7050,7 @@ def adamp_float16_nesterov_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -5618,6 +7073,30 @@ def adamp_float16_nesterov_small_7(
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
+        adamp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 256 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 512 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
+        adamp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at,
+            at_row, before + 768 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -5629,6 +7108,36 @@ def adamp_float16_nesterov_small_7(
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
             before + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        adamp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_sq_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 256 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        adamp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_sq_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 512 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        adamp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_sq_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, before + 768 + (start + at_row) * padded, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
@@ -5697,7 +7206,7 @@ def adamp_float32_nesterov_no_projected_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g = widened(get(g_ptr, at, live, MASKED))
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -5754,7 +7263,7 @@ def adamp_float32_nesterov_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -5962,7 +7471,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -6026,7 +7535,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -6277,7 +7786,7 @@ def adamp_float16_nesterov_no_projected_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -6285,7 +7794,7 @@ def adamp_float16_nesterov_no_projected_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -6359,7 +7868,7 @@ def adamp_float16_nesterov_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -6478,7 +7987,7 @@ def adamp_float16_nesterov_no_projected_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -6639,30 +8148,30 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "adamp_float32_1": 4,
-    "adamp_float32_7": 4,
-    "adamp_float32_small_1": 4,
-    "adamp_float32_small_7": 4,
-    "adamp_bfloat16_1": 4,
-    "adamp_bfloat16_7": 4,
-    "adamp_bfloat16_small_1": 4,
-    "adamp_bfloat16_small_7": 4,
-    "adamp_float16_1": 4,
-    "adamp_float16_7": 4,
-    "adamp_float16_small_1": 4,
-    "adamp_float16_small_7": 4,
-    "adamp_float32_nesterov_1": 4,
-    "adamp_float32_nesterov_7": 4,
-    "adamp_float32_nesterov_small_1": 4,
-    "adamp_float32_nesterov_small_7": 4,
-    "adamp_bfloat16_nesterov_1": 4,
-    "adamp_bfloat16_nesterov_7": 4,
-    "adamp_bfloat16_nesterov_small_1": 4,
-    "adamp_bfloat16_nesterov_small_7": 4,
-    "adamp_float16_nesterov_1": 4,
-    "adamp_float16_nesterov_7": 4,
-    "adamp_float16_nesterov_small_1": 4,
-    "adamp_float16_nesterov_small_7": 4,
+    "adamp_float32_1": 1,
+    "adamp_float32_7": 1,
+    "adamp_float32_small_1": 1,
+    "adamp_float32_small_7": 1,
+    "adamp_bfloat16_1": 1,
+    "adamp_bfloat16_7": 1,
+    "adamp_bfloat16_small_1": 1,
+    "adamp_bfloat16_small_7": 1,
+    "adamp_float16_1": 1,
+    "adamp_float16_7": 1,
+    "adamp_float16_small_1": 1,
+    "adamp_float16_small_7": 1,
+    "adamp_float32_nesterov_1": 1,
+    "adamp_float32_nesterov_7": 1,
+    "adamp_float32_nesterov_small_1": 1,
+    "adamp_float32_nesterov_small_7": 1,
+    "adamp_bfloat16_nesterov_1": 1,
+    "adamp_bfloat16_nesterov_7": 1,
+    "adamp_bfloat16_nesterov_small_1": 1,
+    "adamp_bfloat16_nesterov_small_7": 1,
+    "adamp_float16_nesterov_1": 1,
+    "adamp_float16_nesterov_7": 1,
+    "adamp_float16_nesterov_small_1": 1,
+    "adamp_float16_nesterov_small_7": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

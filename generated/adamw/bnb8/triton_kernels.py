@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, counter, get, inverse, minus, opaque, pointer, put, reciprocal, rint, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, counter, get, inverse, minus, opaque, pointer, put, reciprocal, rint, widened
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def adamw_float32_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_piece = exp_avg_code.to(tl.int32)
+    exp_avg_piece = apart(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
@@ -246,7 +246,7 @@ def adamw_bfloat16_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_piece = exp_avg_code.to(tl.int32)
+    exp_avg_piece = apart(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -467,7 +467,7 @@ def adamw_float16_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_piece = exp_avg_code.to(tl.int32)
+    exp_avg_piece = apart(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -684,7 +684,7 @@ def adamw_float32_amsgrad_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_piece = exp_avg_code.to(tl.int32)
+    exp_avg_piece = apart(exp_avg_code)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0
@@ -924,7 +924,7 @@ def adamw_bfloat16_amsgrad_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_piece = exp_avg_code.to(tl.int32)
+    exp_avg_piece = apart(exp_avg_code)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0
@@ -1172,7 +1172,7 @@ def adamw_float16_amsgrad_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_piece = exp_avg_code.to(tl.int32)
+    exp_avg_piece = apart(exp_avg_code)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, counter, get, inverse, minus, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, counter, get, inverse, minus, opaque, pointer, put, reciprocal, widened
 
 
 @triton.jit

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, opaque, packed, pointer, put, reciprocal, rotl, term, unpacked, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, opaque, packed, pointer, put, reciprocal, rotl, term, unpacked, widened, within
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def adamw_float32_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -111,7 +111,10 @@ def adamw_float32_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 17)) + top
     col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -120,9 +123,28 @@ def adamw_float32_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -132,11 +154,39 @@ def adamw_float32_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -420,7 +470,7 @@ def adamw_float32_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -451,6 +501,30 @@ def adamw_float32_7(
             lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -464,6 +538,45 @@ def adamw_float32_7(
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
@@ -911,7 +1024,7 @@ def adamw_bfloat16_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -920,7 +1033,10 @@ def adamw_bfloat16_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 18)) + top
     col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -929,9 +1045,28 @@ def adamw_bfloat16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -941,11 +1076,39 @@ def adamw_bfloat16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -1035,6 +1198,7 @@ def adamw_bfloat16_7_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1127,7 +1291,7 @@ def adamw_bfloat16_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1160,6 +1324,33 @@ def adamw_bfloat16_7(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, False,
         )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1174,6 +1365,45 @@ def adamw_bfloat16_7(
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
 
@@ -1622,7 +1852,7 @@ def adamw_float16_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -1631,7 +1861,10 @@ def adamw_float16_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 18)) + top
     col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1640,9 +1873,28 @@ def adamw_float16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1652,11 +1904,39 @@ def adamw_float16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -1703,6 +1983,7 @@ def adamw_float16_7_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1718,7 +1999,7 @@ def adamw_float16_7_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1813,7 +2094,7 @@ def adamw_float16_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1846,6 +2127,33 @@ def adamw_float16_7(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, False,
         )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1860,6 +2168,45 @@ def adamw_float16_7(
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
 
@@ -1933,7 +2280,7 @@ def adamw_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2088,7 +2435,7 @@ def adamw_float16_vector_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2381,7 +2728,7 @@ def adamw_float32_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -2395,8 +2742,14 @@ def adamw_float32_amsgrad_2(
     col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
     max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
-    max_exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -2406,12 +2759,40 @@ def adamw_float32_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1))
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2422,16 +2803,55 @@ def adamw_float32_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1), mask=which < height)
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -2778,7 +3198,7 @@ def adamw_float32_amsgrad_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2813,6 +3233,33 @@ def adamw_float32_amsgrad_7(
             lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2827,6 +3274,48 @@ def adamw_float32_amsgrad_7(
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
@@ -3366,7 +3855,7 @@ def adamw_bfloat16_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -3380,8 +3869,14 @@ def adamw_bfloat16_amsgrad_2(
     col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
     max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
-    max_exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -3391,12 +3886,40 @@ def adamw_bfloat16_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1))
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3407,16 +3930,55 @@ def adamw_bfloat16_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1), mask=which < height)
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -3526,6 +4088,7 @@ def adamw_bfloat16_amsgrad_7_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -3628,7 +4191,7 @@ def adamw_bfloat16_amsgrad_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3664,6 +4227,36 @@ def adamw_bfloat16_amsgrad_7(
             lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3679,6 +4272,48 @@ def adamw_bfloat16_amsgrad_7(
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
 
@@ -4194,7 +4829,7 @@ def adamw_float16_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -4208,8 +4843,14 @@ def adamw_float16_amsgrad_2(
     col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
     max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
-    max_exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -4219,12 +4860,40 @@ def adamw_float16_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1))
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4235,16 +4904,55 @@ def adamw_float16_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1), mask=which < height)
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -4300,6 +5008,7 @@ def adamw_float16_amsgrad_7_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -4320,7 +5029,7 @@ def adamw_float16_amsgrad_7_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4420,7 +5129,7 @@ def adamw_float16_amsgrad_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -4456,6 +5165,36 @@ def adamw_float16_amsgrad_7(
             lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4471,6 +5210,48 @@ def adamw_float16_amsgrad_7(
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
+            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
 
@@ -4548,7 +5329,7 @@ def adamw_float16_amsgrad_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4720,7 +5501,7 @@ def adamw_float16_amsgrad_vector_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4959,17 +5740,17 @@ OPTIONS = {
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
     "adamw_float32_2": 1,
-    "adamw_float32_7": 4,
+    "adamw_float32_7": 1,
     "adamw_bfloat16_2": 1,
-    "adamw_bfloat16_7": 4,
+    "adamw_bfloat16_7": 1,
     "adamw_float16_2": 1,
-    "adamw_float16_7": 4,
-    "adamw_float32_amsgrad_2": 4,
-    "adamw_float32_amsgrad_7": 4,
-    "adamw_bfloat16_amsgrad_2": 4,
-    "adamw_bfloat16_amsgrad_7": 4,
-    "adamw_float16_amsgrad_2": 4,
-    "adamw_float16_amsgrad_7": 4,
+    "adamw_float16_7": 1,
+    "adamw_float32_amsgrad_2": 1,
+    "adamw_float32_amsgrad_7": 1,
+    "adamw_bfloat16_amsgrad_2": 1,
+    "adamw_bfloat16_amsgrad_7": 1,
+    "adamw_float16_amsgrad_2": 1,
+    "adamw_float16_amsgrad_7": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

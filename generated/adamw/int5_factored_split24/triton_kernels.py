@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, opaque, packed, pointer, put, reciprocal, rotl, term, unpacked, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, opaque, packed, pointer, put, reciprocal, rotl, term, unpacked, widened, within
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def adamw_float32_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -111,7 +111,10 @@ def adamw_float32_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 18)) + top
     col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -120,9 +123,28 @@ def adamw_float32_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -132,11 +154,39 @@ def adamw_float32_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -426,7 +476,7 @@ def adamw_float32_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -459,6 +509,33 @@ def adamw_float32_7(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, False,
         )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            exp_avg_high_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_high_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            exp_avg_high_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -474,6 +551,45 @@ def adamw_float32_7(
             live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            exp_avg_high_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_high_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            exp_avg_high_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -936,7 +1052,7 @@ def adamw_bfloat16_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -945,7 +1061,10 @@ def adamw_bfloat16_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 19)) + top
     col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -954,9 +1073,28 @@ def adamw_bfloat16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -966,11 +1104,39 @@ def adamw_bfloat16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -1060,6 +1226,7 @@ def adamw_bfloat16_7_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1158,7 +1325,7 @@ def adamw_bfloat16_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1192,6 +1359,33 @@ def adamw_bfloat16_7(
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1207,6 +1401,48 @@ def adamw_bfloat16_7(
             at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
         )
 
 
@@ -1671,7 +1907,7 @@ def adamw_float16_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -1680,7 +1916,10 @@ def adamw_float16_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 19)) + top
     col_sum_for_exp_avg_sq_parts_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1689,9 +1928,28 @@ def adamw_float16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1701,11 +1959,39 @@ def adamw_float16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -1752,6 +2038,7 @@ def adamw_float16_7_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1769,7 +2056,7 @@ def adamw_float16_7_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1868,7 +2155,7 @@ def adamw_float16_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1902,6 +2189,33 @@ def adamw_float16_7(
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1917,6 +2231,48 @@ def adamw_float16_7(
             at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
         )
 
 
@@ -1990,7 +2346,7 @@ def adamw_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2149,7 +2505,7 @@ def adamw_float16_vector_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2454,7 +2810,7 @@ def adamw_float32_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -2468,8 +2824,14 @@ def adamw_float32_amsgrad_2(
     col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
     max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
-    max_exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -2479,12 +2841,40 @@ def adamw_float32_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1))
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2495,16 +2885,55 @@ def adamw_float32_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1), mask=which < height)
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -2857,7 +3286,7 @@ def adamw_float32_amsgrad_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2893,6 +3322,36 @@ def adamw_float32_amsgrad_7(
             lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            exp_avg_high_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_high_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            exp_avg_high_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2909,6 +3368,48 @@ def adamw_float32_amsgrad_7(
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            exp_avg_high_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_high_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_float32_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            exp_avg_high_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -3472,7 +3973,7 @@ def adamw_bfloat16_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -3486,8 +3987,14 @@ def adamw_bfloat16_amsgrad_2(
     col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
     max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
-    max_exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -3497,12 +4004,40 @@ def adamw_bfloat16_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1))
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3513,16 +4048,55 @@ def adamw_bfloat16_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1), mask=which < height)
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -3632,6 +4206,7 @@ def adamw_bfloat16_amsgrad_7_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -3740,7 +4315,7 @@ def adamw_bfloat16_amsgrad_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3778,6 +4353,36 @@ def adamw_bfloat16_amsgrad_7(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, False,
         )
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3792,6 +4397,51 @@ def adamw_bfloat16_amsgrad_7(
             exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_bfloat16_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
@@ -4337,7 +4987,7 @@ def adamw_float16_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -4351,8 +5001,14 @@ def adamw_float16_amsgrad_2(
     col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
     max_exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
-    max_exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -4362,12 +5018,40 @@ def adamw_float16_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1))
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4378,16 +5062,55 @@ def adamw_float16_amsgrad_2(
             max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, at, at_row, lane,
             live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1), mask=which < height)
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_parts_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -4443,6 +5166,7 @@ def adamw_float16_amsgrad_7_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -4465,7 +5189,7 @@ def adamw_float16_amsgrad_7_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4569,7 +5293,7 @@ def adamw_float16_amsgrad_7(
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -4607,6 +5331,36 @@ def adamw_float16_amsgrad_7(
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, False,
         )
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4621,6 +5375,51 @@ def adamw_float16_amsgrad_7(
             exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        live_eight = live_row & (eight * 8 < width - 256)
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        live_eight = live_row & (eight * 8 < width - 768)
+        adamw_float16_amsgrad_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
@@ -4701,7 +5500,7 @@ def adamw_float16_amsgrad_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4880,7 +5679,7 @@ def adamw_float16_amsgrad_vector_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -5139,17 +5938,17 @@ OPTIONS = {
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
     "adamw_float32_2": 1,
-    "adamw_float32_7": 4,
+    "adamw_float32_7": 1,
     "adamw_bfloat16_2": 1,
-    "adamw_bfloat16_7": 4,
+    "adamw_bfloat16_7": 1,
     "adamw_float16_2": 1,
-    "adamw_float16_7": 4,
-    "adamw_float32_amsgrad_2": 4,
-    "adamw_float32_amsgrad_7": 4,
-    "adamw_bfloat16_amsgrad_2": 4,
-    "adamw_bfloat16_amsgrad_7": 4,
-    "adamw_float16_amsgrad_2": 4,
-    "adamw_float16_amsgrad_7": 4,
+    "adamw_float16_7": 1,
+    "adamw_float32_amsgrad_2": 1,
+    "adamw_float32_amsgrad_7": 1,
+    "adamw_bfloat16_amsgrad_2": 1,
+    "adamw_bfloat16_amsgrad_7": 1,
+    "adamw_float16_amsgrad_2": 1,
+    "adamw_float16_amsgrad_7": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, byte, get, joined, minus, opaque, packed, pointer, put, reciprocal, rotl, unpacked, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, byte, get, joined, minus, opaque, packed, pointer, put, reciprocal, rotl, unpacked, widened
 
 
 @triton.jit
@@ -630,7 +630,7 @@ def adamw_float16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -824,7 +824,7 @@ def adamw_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1663,7 +1663,7 @@ def adamw_float16_amsgrad_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1890,7 +1890,7 @@ def adamw_float16_amsgrad_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

@@ -139,7 +139,7 @@ def adamw_float32_2(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -155,7 +155,10 @@ def adamw_float32_2(
     at_block = at_row * blocks.to(tl.int32) + block
     eight = block * 16 + tl.arange(0, 16)[None, None, :]
     at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
+    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
@@ -167,9 +170,38 @@ def adamw_float32_2(
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_float32_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_float32_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_float32_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True))
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -184,11 +216,55 @@ def adamw_float32_2(
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        exp_avg_sq_term = adamw_float32_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        exp_avg_sq_term = adamw_float32_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        exp_avg_sq_term = adamw_float32_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+    lane = tl.arange(0, 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
 @triton.jit
@@ -386,7 +462,7 @@ def adamw_float32_6(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -408,6 +484,24 @@ def adamw_float32_6(
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
+        adamw_float32_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
+        adamw_float32_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
+        adamw_float32_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -420,6 +514,36 @@ def adamw_float32_6(
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
             True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float32_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_float32_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_float32_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
         )
 
 
@@ -803,7 +927,7 @@ def adamw_bfloat16_2(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -819,7 +943,10 @@ def adamw_bfloat16_2(
     at_block = at_row * blocks.to(tl.int32) + block
     eight = block * 16 + tl.arange(0, 16)[None, None, :]
     at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
+    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
@@ -831,9 +958,38 @@ def adamw_bfloat16_2(
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True))
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -848,11 +1004,55 @@ def adamw_bfloat16_2(
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+    lane = tl.arange(0, 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
 @triton.jit
@@ -961,7 +1161,7 @@ def adamw_bfloat16_6(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -983,6 +1183,24 @@ def adamw_bfloat16_6(
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
+        adamw_bfloat16_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
+        adamw_bfloat16_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
+        adamw_bfloat16_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -995,6 +1213,36 @@ def adamw_bfloat16_6(
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
             True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_bfloat16_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_bfloat16_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_bfloat16_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
         )
 
 
@@ -1352,7 +1600,7 @@ def adamw_float16_2(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1368,7 +1616,10 @@ def adamw_float16_2(
     at_block = at_row * blocks.to(tl.int32) + block
     eight = block * 16 + tl.arange(0, 16)[None, None, :]
     at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
+    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
@@ -1380,9 +1631,38 @@ def adamw_float16_2(
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_float16_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_float16_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term = adamw_float16_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True))
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1397,11 +1677,55 @@ def adamw_float16_2(
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        exp_avg_sq_term = adamw_float16_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        exp_avg_sq_term = adamw_float16_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        exp_avg_sq_term = adamw_float16_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+    lane = tl.arange(0, 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
 @triton.jit
@@ -1510,7 +1834,7 @@ def adamw_float16_6(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1532,6 +1856,24 @@ def adamw_float16_6(
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
+        adamw_float16_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
+        adamw_float16_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
+        adamw_float16_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
+            False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1544,6 +1886,36 @@ def adamw_float16_6(
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
             True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float16_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_float16_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_float16_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
+            beta2_times_0p0625, True,
         )
 
 
@@ -1956,7 +2328,7 @@ def adamw_float32_amsgrad_2(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1977,8 +2349,14 @@ def adamw_float32_amsgrad_2(
     at_block = at_row * blocks.to(tl.int32) + block
     eight = block * 16 + tl.arange(0, 16)[None, None, :]
     at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
+    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
@@ -1991,12 +2369,51 @@ def adamw_float32_amsgrad_2(
             lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
+        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
+        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True))
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True))
-        max_exp_avg_sq_terms = down(max_exp_avg_sq_terms, tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
+        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2012,16 +2429,72 @@ def adamw_float32_amsgrad_2(
             live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
+        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
+        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        max_exp_avg_sq_terms = down(max_exp_avg_sq_terms, tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+    lane = tl.arange(0, 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 512 + lane, max_exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1024 + lane, max_exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
 @triton.jit
@@ -2281,7 +2754,7 @@ def adamw_float32_amsgrad_6(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2310,6 +2783,30 @@ def adamw_float32_amsgrad_6(
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
+        adamw_float32_amsgrad_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
+            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
+        adamw_float32_amsgrad_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
+        adamw_float32_amsgrad_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2323,6 +2820,42 @@ def adamw_float32_amsgrad_6(
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float32_amsgrad_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
+            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_float32_amsgrad_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_float32_amsgrad_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
         )
 
 
@@ -2771,7 +3304,7 @@ def adamw_bfloat16_amsgrad_2(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2792,8 +3325,14 @@ def adamw_bfloat16_amsgrad_2(
     at_block = at_row * blocks.to(tl.int32) + block
     eight = block * 16 + tl.arange(0, 16)[None, None, :]
     at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
+    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
@@ -2806,12 +3345,51 @@ def adamw_bfloat16_amsgrad_2(
             lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
+        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
+        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True))
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True))
-        max_exp_avg_sq_terms = down(max_exp_avg_sq_terms, tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
+        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2827,16 +3405,72 @@ def adamw_bfloat16_amsgrad_2(
             live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
+        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
+        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        max_exp_avg_sq_terms = down(max_exp_avg_sq_terms, tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+    lane = tl.arange(0, 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 512 + lane, max_exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1024 + lane, max_exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
 @triton.jit
@@ -2975,7 +3609,7 @@ def adamw_bfloat16_amsgrad_6(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3004,6 +3638,30 @@ def adamw_bfloat16_amsgrad_6(
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
+        adamw_bfloat16_amsgrad_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
+            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
+        adamw_bfloat16_amsgrad_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
+        adamw_bfloat16_amsgrad_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3017,6 +3675,42 @@ def adamw_bfloat16_amsgrad_6(
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_bfloat16_amsgrad_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
+            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_bfloat16_amsgrad_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_bfloat16_amsgrad_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
         )
 
 
@@ -3427,7 +4121,7 @@ def adamw_float16_amsgrad_2(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3448,8 +4142,14 @@ def adamw_float16_amsgrad_2(
     at_block = at_row * blocks.to(tl.int32) + block
     eight = block * 16 + tl.arange(0, 16)[None, None, :]
     at_eight = at_row * eights.to(tl.int32) + eight
-    exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
-    max_exp_avg_sq_terms = tl.full([2048], float("-inf"), tl.float32)
+    exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([512], float("-inf"), tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([512], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
@@ -3462,12 +4162,51 @@ def adamw_float16_amsgrad_2(
             lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
+        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
+            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
+        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True))
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True))
-        max_exp_avg_sq_terms = down(max_exp_avg_sq_terms, tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True))
+        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3483,16 +4222,72 @@ def adamw_float16_amsgrad_2(
             live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = exp_avg_sq_term
+        exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
+        exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
+        max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
+            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+        )
+        exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
+        exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
+        exp_avg_sq_terms_3 = down(exp_avg_sq_terms_3, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
+        max_exp_avg_sq_term_1 = larger(max_exp_avg_sq_term_1, max_exp_avg_sq_term)
+        max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term_1)
+        max_exp_avg_sq_terms_3 = down(max_exp_avg_sq_terms_3, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        exp_avg_sq_terms = down(exp_avg_sq_terms, tl.reshape(exp_avg_sq_term, [ROWS, 2048]), True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True), mask=which < height)
-        max_exp_avg_sq_terms = down(max_exp_avg_sq_terms, tl.reshape(max_exp_avg_sq_term, [ROWS, 2048]), True)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms, mask=lane < width)
-    lane = tl.arange(0, 2048)
-    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_max_for_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+        tl.store(row_max_for_max_exp_avg_sq_row_top_ptr + which, fold(tl.reshape(max_exp_avg_sq_term_0, [ROWS, 512]), True), mask=which < height)
+    lane = tl.arange(0, 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + lane, exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 512 + lane, exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1024 + lane, exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + lane, max_exp_avg_sq_terms_0, mask=lane < width)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 512 + lane, max_exp_avg_sq_terms_1, mask=lane < width - 512)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1024 + lane, max_exp_avg_sq_terms_2, mask=lane < width - 1024)
+    tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
 @triton.jit
@@ -3631,7 +4426,7 @@ def adamw_float16_amsgrad_6(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3660,6 +4455,30 @@ def adamw_float16_amsgrad_6(
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
+        adamw_float16_amsgrad_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
+            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
+        adamw_float16_amsgrad_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
+        adamw_float16_amsgrad_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
+            at_row, lane, scalar_2, beta2_times_0p0625, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3673,6 +4492,42 @@ def adamw_float16_amsgrad_6(
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float16_amsgrad_6_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
+            max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_float16_amsgrad_6_tile(
+            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
+            max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_float16_amsgrad_6_tile(
+            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
+            max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
+            max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
+            live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
         )
 
 
@@ -4009,18 +4864,18 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "adamw_float32_2": 8,
-    "adamw_float32_6": 8,
-    "adamw_bfloat16_2": 8,
-    "adamw_bfloat16_6": 8,
-    "adamw_float16_2": 8,
-    "adamw_float16_6": 8,
-    "adamw_float32_amsgrad_2": 8,
-    "adamw_float32_amsgrad_6": 8,
-    "adamw_bfloat16_amsgrad_2": 8,
-    "adamw_bfloat16_amsgrad_6": 8,
-    "adamw_float16_amsgrad_2": 8,
-    "adamw_float16_amsgrad_6": 8,
+    "adamw_float32_2": 2,
+    "adamw_float32_6": 2,
+    "adamw_bfloat16_2": 2,
+    "adamw_bfloat16_6": 2,
+    "adamw_float16_2": 2,
+    "adamw_float16_6": 2,
+    "adamw_float32_amsgrad_2": 2,
+    "adamw_float32_amsgrad_6": 2,
+    "adamw_bfloat16_amsgrad_2": 2,
+    "adamw_bfloat16_amsgrad_6": 2,
+    "adamw_float16_amsgrad_2": 2,
+    "adamw_float16_amsgrad_6": 2,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

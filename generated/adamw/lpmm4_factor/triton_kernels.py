@@ -102,7 +102,7 @@ def adamw_float32_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -111,7 +111,10 @@ def adamw_float32_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 15)) + top
     col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -120,9 +123,28 @@ def adamw_float32_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -132,11 +154,39 @@ def adamw_float32_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -397,7 +447,7 @@ def adamw_float32_7(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -422,6 +472,27 @@ def adamw_float32_7(
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -432,6 +503,39 @@ def adamw_float32_7(
         adamw_float32_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_float32_7_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
@@ -752,7 +856,7 @@ def adamw_bfloat16_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -761,7 +865,10 @@ def adamw_bfloat16_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 15)) + top
     col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -770,9 +877,28 @@ def adamw_bfloat16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -782,11 +908,39 @@ def adamw_bfloat16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -898,7 +1052,7 @@ def adamw_bfloat16_7(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -923,6 +1077,27 @@ def adamw_bfloat16_7(
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -933,6 +1108,39 @@ def adamw_bfloat16_7(
         adamw_bfloat16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_bfloat16_7_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
@@ -1261,7 +1469,7 @@ def adamw_float16_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -1270,7 +1478,10 @@ def adamw_float16_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 15)) + top
     col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1279,9 +1490,28 @@ def adamw_float16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1291,11 +1521,39 @@ def adamw_float16_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -1405,7 +1663,7 @@ def adamw_float16_7(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1430,6 +1688,27 @@ def adamw_float16_7(
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1440,6 +1719,39 @@ def adamw_float16_7(
         adamw_float16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_float16_7_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
@@ -1789,7 +2101,7 @@ def adamw_float32_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -1798,7 +2110,10 @@ def adamw_float32_amsgrad_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 26)) + top
     col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1807,9 +2122,28 @@ def adamw_float32_amsgrad_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1819,11 +2153,39 @@ def adamw_float32_amsgrad_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float32_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -1955,7 +2317,7 @@ def adamw_float32_amsgrad_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     exp_avg_sq_row_ptr += top
@@ -1966,7 +2328,10 @@ def adamw_float32_amsgrad_7(
     col_sum_for_max_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     max_exp_avg_sq_least_ptr += top
     exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr += top
-    max_exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    max_exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    max_exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1976,9 +2341,31 @@ def adamw_float32_amsgrad_7(
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 256, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 512, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 768, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1))
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1989,11 +2376,45 @@ def adamw_float32_amsgrad_7(
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term
+        max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 256, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
+            True,
+        )
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 512, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
+            True,
+        )
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 768, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
+            True,
+        )
+        max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
+        max_exp_avg_sq_terms_3 = max_exp_avg_sq_terms_3 + max_exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term, 1), mask=which < height)
-        max_exp_avg_sq_terms += tl.sum(max_exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, max_exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_max_exp_avg_sq_row_means_ptr + which, tl.sum(max_exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + lane, tl.sum(max_exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(max_exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(max_exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -2261,7 +2682,7 @@ def adamw_float32_amsgrad_12(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2285,6 +2706,24 @@ def adamw_float32_amsgrad_12(
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
+        adamw_float32_amsgrad_12_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_float32_amsgrad_12_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_float32_amsgrad_12_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2295,6 +2734,39 @@ def adamw_float32_amsgrad_12(
         adamw_float32_amsgrad_12_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float32_amsgrad_12_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_float32_amsgrad_12_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_float32_amsgrad_12_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
             True,
@@ -2625,7 +3097,7 @@ def adamw_bfloat16_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -2634,7 +3106,10 @@ def adamw_bfloat16_amsgrad_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 26)) + top
     col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -2643,9 +3118,28 @@ def adamw_bfloat16_amsgrad_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2655,11 +3149,39 @@ def adamw_bfloat16_amsgrad_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_bfloat16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -2771,7 +3293,7 @@ def adamw_bfloat16_amsgrad_12(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2795,6 +3317,24 @@ def adamw_bfloat16_amsgrad_12(
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
+        adamw_bfloat16_amsgrad_12_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_bfloat16_amsgrad_12_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_bfloat16_amsgrad_12_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2805,6 +3345,39 @@ def adamw_bfloat16_amsgrad_12(
         adamw_bfloat16_amsgrad_12_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_bfloat16_amsgrad_12_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_bfloat16_amsgrad_12_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_bfloat16_amsgrad_12_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
             True,
@@ -3143,7 +3716,7 @@ def adamw_float16_amsgrad_2(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
@@ -3152,7 +3725,10 @@ def adamw_float16_amsgrad_2(
     row_sum_for_exp_avg_sq_row_means_ptr += number % panels * (rows * tl.load(row + 26)) + top
     col_sum_for_exp_avg_sq_col_factor_ptr += (number // panels).to(tl.int64) * columns + left
     exp_avg_sq_least_ptr += top
-    exp_avg_sq_terms = tl.full([1024], 0.0, tl.float32)
+    exp_avg_sq_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    exp_avg_sq_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -3161,9 +3737,28 @@ def adamw_float16_amsgrad_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1))
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3173,11 +3768,39 @@ def adamw_float16_amsgrad_2(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
+        exp_avg_sq_term_0 = exp_avg_sq_term
+        exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
+        live_col = lane < width - 512
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
+        live_col = lane < width - 768
+        live = live_row & live_col
+        exp_avg_sq_term = adamw_float16_2_tile(
+            g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
+            exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
+        )
+        exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
+        exp_avg_sq_terms_3 = exp_avg_sq_terms_3 + exp_avg_sq_term
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term, 1), mask=which < height)
-        exp_avg_sq_terms += tl.sum(exp_avg_sq_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, exp_avg_sq_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_means_ptr + which, tl.sum(exp_avg_sq_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + lane, tl.sum(exp_avg_sq_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 256 + lane, tl.sum(exp_avg_sq_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 512 + lane, tl.sum(exp_avg_sq_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
@@ -3287,7 +3910,7 @@ def adamw_float16_amsgrad_12(
     width = tl.minimum(columns - left, 2048).to(tl.int32)
     blocks = tl.cdiv(columns, 128)
     eights = tl.cdiv(columns, 8)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 128 + tl.arange(0, 128)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3311,6 +3934,24 @@ def adamw_float16_amsgrad_12(
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
+        adamw_float16_amsgrad_12_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_float16_amsgrad_12_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
+        adamw_float16_amsgrad_12_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3321,6 +3962,39 @@ def adamw_float16_amsgrad_12(
         adamw_float16_amsgrad_12_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 512)
+        live_eight = live_row & (eight * 8 < width - 512)
+        adamw_float16_amsgrad_12_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 1024
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1024)
+        live_eight = live_row & (eight * 8 < width - 1024)
+        adamw_float16_amsgrad_12_tile(
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
+            row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
+            live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            True,
+        )
+        live_col = lane < width - 1536
+        live = live_row & live_col
+        live_block = live_row & (block * 128 < width - 1536)
+        live_eight = live_row & (eight * 8 < width - 1536)
+        adamw_float16_amsgrad_12_tile(
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
             True,
@@ -3657,18 +4331,18 @@ OPTIONS = {
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
     "adamw_float32_2": 1,
-    "adamw_float32_7": 8,
+    "adamw_float32_7": 2,
     "adamw_bfloat16_2": 1,
-    "adamw_bfloat16_7": 8,
+    "adamw_bfloat16_7": 2,
     "adamw_float16_2": 1,
-    "adamw_float16_7": 8,
+    "adamw_float16_7": 2,
     "adamw_float32_amsgrad_2": 1,
     "adamw_float32_amsgrad_7": 1,
-    "adamw_float32_amsgrad_12": 8,
+    "adamw_float32_amsgrad_12": 2,
     "adamw_bfloat16_amsgrad_2": 1,
-    "adamw_bfloat16_amsgrad_12": 8,
+    "adamw_bfloat16_amsgrad_12": 2,
     "adamw_float16_amsgrad_2": 1,
-    "adamw_float16_amsgrad_12": 8,
+    "adamw_float16_amsgrad_12": 2,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

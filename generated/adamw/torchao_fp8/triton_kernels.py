@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, get, inverse, minus, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, get, inverse, minus, opaque, pointer, put, reciprocal, widened
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def adamw_float32_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_pattern = exp_avg_code.to(tl.int32)
+    exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -41,7 +41,7 @@ def adamw_float32_tile(
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_pattern = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -268,7 +268,7 @@ def adamw_bfloat16_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_pattern = exp_avg_code.to(tl.int32)
+    exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -276,7 +276,7 @@ def adamw_bfloat16_tile(
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_pattern = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -511,7 +511,7 @@ def adamw_float16_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_pattern = exp_avg_code.to(tl.int32)
+    exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -519,7 +519,7 @@ def adamw_float16_tile(
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_pattern = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -750,7 +750,7 @@ def adamw_float32_amsgrad_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_pattern = exp_avg_code.to(tl.int32)
+    exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -758,7 +758,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(tl.int32)
+    max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = (max_exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -767,7 +767,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_pattern = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -1024,7 +1024,7 @@ def adamw_bfloat16_amsgrad_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_pattern = exp_avg_code.to(tl.int32)
+    exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -1032,7 +1032,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(tl.int32)
+    max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = (max_exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -1041,7 +1041,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_pattern = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -1306,7 +1306,7 @@ def adamw_float16_amsgrad_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_pattern = exp_avg_code.to(tl.int32)
+    exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -1314,7 +1314,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(tl.int32)
+    max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = (max_exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
@@ -1323,7 +1323,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_pattern = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)

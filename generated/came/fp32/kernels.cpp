@@ -25,7 +25,7 @@
 
 namespace {
 
-// a sweep: exp_avg_sq_row (specs/came.py:30), exp_avg_sq_col (specs/came.py:31)
+// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
 template <class Grad>
 struct came_float32_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
@@ -34,21 +34,21 @@ struct came_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {7, 22, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-        {8, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {7, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {8, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F g_mul = g * g;
-            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
+            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
         }
     }
 };
@@ -63,7 +63,7 @@ struct came_float32_2 {
     static constexpr Place PLACES[] = {
         {3, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_sq_row
         {9, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_sq_row
-        {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
+        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -100,7 +100,7 @@ struct came_float32_3 {
     static constexpr Place PLACES[] = {
         {4, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_sq_col
         {10, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_col_2
-        {8, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
+        {7, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -193,9 +193,9 @@ struct came_float32_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {12, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
-        {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
+        {13, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
+        {10, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
+        {12, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -203,15 +203,15 @@ struct came_float32_6 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
@@ -250,13 +250,13 @@ struct came_float32_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {15, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {15, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -265,14 +265,44 @@ struct came_float32_8 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+        }
+    }
+};
+
+// row: values of rows
+template <class Grad>
+struct came_float32_9 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ROW;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {16, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
+        {12, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div
+        {15, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict row_mul_3_at = (float *)at[0];  // float32 [row]  written
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[1];
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[2];
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F one_over_sqrt_row_div = load(one_over_sqrt_row_div_at + i);
+            const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
+            store(row_mul_3_at + i, one_over_sqrt_row_div * one_over_one_max_tensor_div);
         }
     }
 };
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
 template <class Grad>
-struct came_float32_9 {
+struct came_float32_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -280,58 +310,51 @@ struct came_float32_9 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
-        {16, 25, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
-        {17, 26, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
-        {12, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div
-        {10, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // one_max_tensor_div
+        {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
+        {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
+        {10, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
+        {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict exp_avg_at = (float *)at[1];                         // float32 [n]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];     // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[1];                      // float32 [n]  read and written
+        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];  // float32 [row]  for row_sum
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
-        const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[4];
+        const float *__restrict row_mul_3_at = (const float *)at[5];        // float32 [row]  read
         const F beta1(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
-        const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg);
-            // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-            const F update = grad_scale * g_mul;
-            const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg_2);
-            const F g_mul_2 = g_fma * g_fma;
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg);
+            const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg_2);
+            const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
             store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, g_mul_2);
+            store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
         }
     }
 };
 
 // row: values of rows
 template <class Grad>
-struct came_float32_10 {
+struct came_float32_11 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
-        {18, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
-        {16, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
+        {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
+        {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -359,15 +382,15 @@ struct came_float32_10 {
 
 // col: values of columns
 template <class Grad>
-struct came_float32_11 {
+struct came_float32_12 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
-        {19, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
-        {17, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
+        {20, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
+        {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -395,14 +418,14 @@ struct came_float32_11 {
 
 // mat: values of matrices
 template <class Grad>
-struct came_float32_12 {
+struct came_float32_13 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {20, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
-        {18, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
+        {21, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
+        {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -423,15 +446,15 @@ struct came_float32_12 {
 
 // row: values of rows
 template <class Grad>
-struct came_float32_13 {
+struct came_float32_14 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_res_row
-        {21, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
-        {20, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
+        {22, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
+        {21, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -452,7 +475,7 @@ struct came_float32_13 {
 
 // a sweep: the update
 template <class Grad>
-struct came_float32_14 {
+struct came_float32_15 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -460,8 +483,8 @@ struct came_float32_14 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {21, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
-        {19, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
+        {22, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
+        {20, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -472,23 +495,22 @@ struct came_float32_14 {
         const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
-        const F one_minus_lr_times_weight_decay(known.scalars[11]);
-        const F minus_lr(known.scalars[12]);
+        const F lr(known.scalars[11]);
+        const F one_minus_lr_times_weight_decay(known.scalars[12]);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F exp_avg = load(exp_avg_at + i);
             const F p = load(p_at + i);
-            // 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-            const F step = exp_avg * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, step, p_2);             // 46  p = p - lr * step
+            // 46  p = p - lr * step
+            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
             store(p_at + i, p_3);
         }
     }
 };
 
-// a sweep: exp_avg_sq_row (specs/came.py:30), exp_avg_sq_col (specs/came.py:31)
+// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
 template <class Grad>
 struct came_bfloat16_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
@@ -497,22 +519,22 @@ struct came_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {7, 22, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-        {8, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {7, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {8, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g_mul = g_cast * g_cast;
-            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
+            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
         }
     }
 };
@@ -526,9 +548,9 @@ struct came_bfloat16_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {12, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
-        {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
+        {13, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
+        {10, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
+        {12, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -536,15 +558,15 @@ struct came_bfloat16_6 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
@@ -552,7 +574,7 @@ struct came_bfloat16_6 {
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
 template <class Grad>
-struct came_bfloat16_9 {
+struct came_bfloat16_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -560,50 +582,43 @@ struct came_bfloat16_9 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
-        {16, 25, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
-        {17, 26, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
-        {12, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div
-        {10, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // one_max_tensor_div
+        {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
+        {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
+        {10, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
+        {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict exp_avg_at = (float *)at[1];                         // float32 [n]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];     // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[1];                      // float32 [n]  read and written
+        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];  // float32 [row]  for row_sum
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
-        const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[4];
+        const float *__restrict row_mul_3_at = (const float *)at[5];        // float32 [row]  read
         const F beta1(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
-        const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg);
-            // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-            const F update = grad_scale * g_mul;
-            const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg_2);
-            const F g_mul_2 = g_fma * g_fma;
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg);
+            const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg_2);
+            const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
             store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, g_mul_2);
+            store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
         }
     }
 };
 
 // a sweep: the update
 template <class Grad>
-struct came_bfloat16_14 {
+struct came_bfloat16_15 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -611,8 +626,8 @@ struct came_bfloat16_14 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {21, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
-        {19, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
+        {22, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
+        {20, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -623,18 +638,17 @@ struct came_bfloat16_14 {
         const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
-        const F one_minus_lr_times_weight_decay(known.scalars[11]);
-        const F minus_lr(known.scalars[12]);
+        const F lr(known.scalars[11]);
+        const F one_minus_lr_times_weight_decay(known.scalars[12]);
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
-            // 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-            const F step = exp_avg * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, step, p_2);             // 46  p = p - lr * step
+            // 46  p = p - lr * step
+            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -644,7 +658,7 @@ struct came_bfloat16_14 {
 
 // a sweep: the update
 template <class Grad>
-struct came_float16_14 {
+struct came_float16_15 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -652,8 +666,8 @@ struct came_float16_14 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {21, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
-        {19, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
+        {22, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
+        {20, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -664,18 +678,17 @@ struct came_float16_14 {
         const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
-        const F one_minus_lr_times_weight_decay(known.scalars[11]);
-        const F minus_lr(known.scalars[12]);
+        const F lr(known.scalars[11]);
+        const F one_minus_lr_times_weight_decay(known.scalars[12]);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
-            // 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-            const F step = exp_avg * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, step, p_2);             // 46  p = p - lr * step
+            // 46  p = p - lr * step
+            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
             store(p_at + i, narrow_half(p_3));
         }
     }
@@ -726,13 +739,13 @@ struct came_float32_no_factored_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {5, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -741,7 +754,7 @@ struct came_float32_no_factored_2 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -758,27 +771,28 @@ struct came_float32_no_factored_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_max_tensor_div
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_one_max_tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                      // float32 [n]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
+        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[4];
         const F eps1(known.scalars[0]);
         const F beta1(known.scalars[5]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_beta1(known.scalars[7]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
+        const F lr_times_beta1(known.scalars[8]);
         const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
@@ -789,11 +803,11 @@ struct came_float32_no_factored_3 {
             const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g / sqrt(exp_avg_sq_2) / one_max_tensor_div;
+            const F g_mul = g / sqrt(exp_avg_sq_2);
             // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -852,27 +866,28 @@ struct came_bfloat16_no_factored_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_max_tensor_div
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_one_max_tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                      // float32 [n]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
+        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[4];
         const F eps1(known.scalars[0]);
         const F beta1(known.scalars[5]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_beta1(known.scalars[7]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
+        const F lr_times_beta1(known.scalars[8]);
         const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
@@ -886,11 +901,11 @@ struct came_bfloat16_no_factored_3 {
             const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2) / one_max_tensor_div;
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -912,27 +927,28 @@ struct came_float16_no_factored_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_max_tensor_div
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_one_max_tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                      // float32 [n]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
+        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[4];
         const F eps1(known.scalars[0]);
         const F beta1(known.scalars[5]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_beta1(known.scalars[7]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
+        const F lr_times_beta1(known.scalars[8]);
         const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
@@ -946,11 +962,11 @@ struct came_float16_no_factored_3 {
             const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2) / one_max_tensor_div;
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -971,23 +987,24 @@ struct came_float32 {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -1007,6 +1024,7 @@ struct came_float32 {
         stage<came_float32_12<Grad>>(),
         stage<came_float32_13<Grad>>(),
         stage<came_float32_14<Grad>>(),
+        stage<came_float32_15<Grad>>(),
     };
 };
 
@@ -1023,23 +1041,24 @@ struct came_bfloat16 {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -1053,12 +1072,13 @@ struct came_bfloat16 {
         stage<came_bfloat16_6<Grad>>(),
         stage<came_float32_7<Grad>>(),
         stage<came_float32_8<Grad>>(),
-        stage<came_bfloat16_9<Grad>>(),
-        stage<came_float32_10<Grad>>(),
+        stage<came_float32_9<Grad>>(),
+        stage<came_bfloat16_10<Grad>>(),
         stage<came_float32_11<Grad>>(),
         stage<came_float32_12<Grad>>(),
         stage<came_float32_13<Grad>>(),
-        stage<came_bfloat16_14<Grad>>(),
+        stage<came_float32_14<Grad>>(),
+        stage<came_bfloat16_15<Grad>>(),
     };
 };
 
@@ -1075,23 +1095,24 @@ struct came_float16 {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -1105,12 +1126,13 @@ struct came_float16 {
         stage<came_bfloat16_6<Grad>>(),
         stage<came_float32_7<Grad>>(),
         stage<came_float32_8<Grad>>(),
-        stage<came_bfloat16_9<Grad>>(),
-        stage<came_float32_10<Grad>>(),
+        stage<came_float32_9<Grad>>(),
+        stage<came_bfloat16_10<Grad>>(),
         stage<came_float32_11<Grad>>(),
         stage<came_float32_12<Grad>>(),
         stage<came_float32_13<Grad>>(),
-        stage<came_float16_14<Grad>>(),
+        stage<came_float32_14<Grad>>(),
+        stage<came_float16_15<Grad>>(),
     };
 };
 
@@ -1125,7 +1147,7 @@ struct came_float32_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -1146,7 +1168,7 @@ struct came_bfloat16_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -1167,7 +1189,7 @@ struct came_float16_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {

@@ -34,8 +34,7 @@ def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    g_mul = g * g
-    return term(g_mul, at, live, MASKED)
+    return term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -44,12 +43,12 @@ def came_float32_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -61,51 +60,83 @@ def came_float32_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 30)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_float32_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -239,21 +270,21 @@ def came_float32_2(
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_sq_row_ptr = pointer(row + 3, tl.float32, False)
     mat_sum_of_exp_avg_sq_row_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, False)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)
     exp_avg_sq_col_ptr = pointer(row + 4, tl.float32, False)
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, False)
+    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)
     mat_sum_of_exp_avg_sq_row_over_rows_ptr = pointer(row + 11, tl.float32, False)
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    extent_columns = tl.load(row + 37).to(tl.float32)
-    extent_rows = tl.load(row + 36).to(tl.float32)
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    extent_columns = tl.load(row + 38).to(tl.float32)
+    extent_rows = tl.load(row + 37).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         came_float32_2_round(
@@ -282,17 +313,17 @@ def came_float32_2(
 
 @triton.jit
 def came_float32_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
+    g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live_row,
     live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
+    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
+    g_mul = g * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -301,13 +332,13 @@ def came_float32_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -319,49 +350,87 @@ def came_float32_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 39, tl.float32, False)
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -371,10 +440,10 @@ def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_float32_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -401,24 +470,46 @@ def came_float32_7_round(
 
 @triton.jit
 def came_float32_8_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
     grad_scale_times_grad_scale,
 ):
     """Values of the tensor."""
     tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_over_one_max_tensor_div_ptr, 1.0 / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def came_float32_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
     """All values of the tensor."""
     came_float32_8_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
         grad_scale_times_grad_scale,
     )
+
+
+@triton.jit
+def came_float32_9_values(
+    row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, at, live,
+):
+    """Values of rows."""
+    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at, live, True)
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
+    put(row_mul_3_ptr, at, one_over_sqrt_row_div * one_over_one_max_tensor_div, live, True)
+
+
+@triton.jit
+def came_float32_9_round(
+    row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, first, end, rows, columns,
+    LANES: tl.constexpr,
+):
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
+        live = at < end * rows
+        came_float32_9_values(row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, at, live)
 
 
 @triton.jit
@@ -428,70 +519,71 @@ def came_float32_7(
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     tensor_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
     row_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    extent_elements = tl.load(row + 38).to(tl.float32)
+    one_over_one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, False)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    extent_elements = tl.load(row + 39).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         came_float32_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
         came_float32_8_round(
-            one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-            grad_scale_times_grad_scale, LANES,
+            one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+            clip_threshold, grad_scale_times_grad_scale, LANES,
+        )
+    tl.debug_barrier()  # what one round stores the next ones load
+    if ROUND < 0 or ROUND == 2:
+        came_float32_9_round(
+            row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, first, end, rows, columns,
+            LANES,
         )
 
 
 @triton.jit
-def came_float32_9_tile(
-    g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
-    one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+def came_float32_10_tile(
+    g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live,
+    live_row, live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = g * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_float32_9(
+def came_float32_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, ALIGNED)   # float32 [1]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -503,64 +595,119 @@ def came_float32_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_ptr += top
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float32_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, False,
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float32_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, True,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_float32_9_flat(
+def came_float32_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)     # float32 [1]  read
-    g_mul_term_ptr = pointer(row + 39, tl.float32, False)
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, False)              # float32 [rows]  read
+    row_mul_3_mul_term_ptr = pointer(row + 40, tl.float32, False)
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -569,16 +716,15 @@ def came_float32_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_float32_9_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
+            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_float32_10_values(
+def came_float32_11_values(
     exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
     one_minus_beta3,
 ):
@@ -592,7 +738,7 @@ def came_float32_10_values(
 
 
 @triton.jit
-def came_float32_10_round(
+def came_float32_11_round(
     exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
     first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
@@ -604,7 +750,7 @@ def came_float32_10_round(
                 lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
                 at = number * rows + lane
                 live = lane < rows
-                exp_avg_res_row_term = came_float32_10_values(
+                exp_avg_res_row_term = came_float32_11_values(
                     exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
                     one_minus_beta3,
                 )
@@ -616,7 +762,7 @@ def came_float32_10_round(
             lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            exp_avg_res_row_term = came_float32_10_values(
+            exp_avg_res_row_term = came_float32_11_values(
                 exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
                 one_minus_beta3,
             )
@@ -624,7 +770,7 @@ def came_float32_10_round(
 
 
 @triton.jit
-def came_float32_11_values(
+def came_float32_12_values(
     exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
     at, live, eps2, beta3, one_minus_beta3,
 ):
@@ -638,7 +784,7 @@ def came_float32_11_values(
 
 
 @triton.jit
-def came_float32_11_round(
+def came_float32_12_round(
     exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
     first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
@@ -646,14 +792,14 @@ def came_float32_11_round(
     for start in range(first * columns, end * columns, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end * columns
-        came_float32_11_values(
+        came_float32_12_values(
             exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
             at, live, eps2, beta3, one_minus_beta3,
         )
 
 
 @triton.jit
-def came_float32_12_values(
+def came_float32_13_values(
     mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
 ):
     """Values of matrices."""
@@ -662,7 +808,7 @@ def came_float32_12_values(
 
 
 @triton.jit
-def came_float32_12_round(
+def came_float32_13_round(
     mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
@@ -670,13 +816,13 @@ def came_float32_12_round(
     for start in range(first, end, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end
-        came_float32_12_values(
+        came_float32_13_values(
             mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
         )
 
 
 @triton.jit
-def came_float32_13_values(
+def came_float32_14_values(
     exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
     at_mat,
 ):
@@ -687,7 +833,7 @@ def came_float32_13_values(
 
 
 @triton.jit
-def came_float32_13_round(
+def came_float32_14_round(
     exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
     rows, columns, LANES: tl.constexpr,
 ):
@@ -696,94 +842,93 @@ def came_float32_13_round(
         at = start + tl.arange(0, 2048)
         live = at < end * rows
         at_mat = at // rows
-        came_float32_13_values(
+        came_float32_14_values(
             exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
             at_mat,
         )
 
 
 @triton.jit
-def came_float32_10(
+def came_float32_11(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_res_row_ptr = pointer(row + 5, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 18, tl.float32, False)
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 16, tl.float32, False)
+    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 19, tl.float32, False)
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 17, tl.float32, False)
     exp_avg_res_col_ptr = pointer(row + 6, tl.float32, False)
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, False)
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 17, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 20, tl.float32, False)
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, False)
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    extent_columns = tl.load(row + 37).to(tl.float32)
-    extent_rows = tl.load(row + 36).to(tl.float32)
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 18, tl.float32, False)
+    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 21, tl.float32, False)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    extent_columns = tl.load(row + 38).to(tl.float32)
+    extent_rows = tl.load(row + 37).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_float32_10_round(
+        came_float32_11_round(
             exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_float32_11_round(
+        came_float32_12_round(
             exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        came_float32_12_round(
+        came_float32_13_round(
             mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
             columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        came_float32_13_round(
+        came_float32_14_round(
             exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
             rows, columns, LANES,
         )
 
 
 @triton.jit
-def came_float32_14_tile(
+def came_float32_15_tile(
     p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-    live, live_row, live_col, one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
+    live, live_row, live_col, lr, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_exp_avg_res_col_2 = get(one_over_sqrt_exp_avg_res_col_2_ptr, at_col, live_col, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-    step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, step, p)            # 46  p = p - lr * step
+    # 46  p = p - lr * step
+    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
-def came_float32_14(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_float32_15(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -795,7 +940,7 @@ def came_float32_14(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -806,38 +951,74 @@ def came_float32_14(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_float32_14_tile(
+        came_float32_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay,
-            minus_lr, False,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        came_float32_14_tile(
+        came_float32_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col,
-            one_minus_lr_times_weight_decay, minus_lr, True,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        came_float32_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        came_float32_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        came_float32_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
-def came_float32_14_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_float32_15_flat(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -846,9 +1027,9 @@ def came_float32_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_float32_14_tile(
+        came_float32_15_tile(
             p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-            live, live, live, one_minus_lr_times_weight_decay, minus_lr, True,
+            live, live, live, lr, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -859,8 +1040,7 @@ def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    g_mul = g_cast * g_cast
-    return term(g_mul, at, live, MASKED)
+    return term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -869,12 +1049,12 @@ def came_bfloat16_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -886,66 +1066,98 @@ def came_bfloat16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 30)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_bfloat16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
 def came_bfloat16_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
+    g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live_row,
     live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
+    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -954,13 +1166,13 @@ def came_bfloat16_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -972,49 +1184,87 @@ def came_bfloat16_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 39, tl.float32, False)
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1024,56 +1274,49 @@ def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TI
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
-def came_bfloat16_9_tile(
-    g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
-    one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+def came_bfloat16_10_tile(
+    g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live,
+    live_row, live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_bfloat16_9(
+def came_bfloat16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, ALIGNED)   # float32 [1]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1085,64 +1328,119 @@ def came_bfloat16_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_ptr += top
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_bfloat16_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, False,
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_bfloat16_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, True,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_bfloat16_9_flat(
+def came_bfloat16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)     # float32 [1]  read
-    g_mul_term_ptr = pointer(row + 39, tl.float32, False)
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, False)              # float32 [rows]  read
+    row_mul_3_mul_term_ptr = pointer(row + 40, tl.float32, False)
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1151,31 +1449,29 @@ def came_bfloat16_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_bfloat16_9_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
+            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_bfloat16_14_tile(
+def came_bfloat16_15_tile(
     p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-    live, live_row, live_col, one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
+    live, live_row, live_col, lr, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_exp_avg_res_col_2 = get(one_over_sqrt_exp_avg_res_col_2_ptr, at_col, live_col, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/came.py)
-    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-    step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, step, p)            # 46  p = p - lr * step
+    # 46  p = p - lr * step
+    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -1183,19 +1479,19 @@ def came_bfloat16_14_tile(
 
 
 @triton.jit
-def came_bfloat16_14(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_bfloat16_15(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1207,7 +1503,7 @@ def came_bfloat16_14(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1218,38 +1514,74 @@ def came_bfloat16_14(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_bfloat16_14_tile(
+        came_bfloat16_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay,
-            minus_lr, False,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        came_bfloat16_14_tile(
+        came_bfloat16_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col,
-            one_minus_lr_times_weight_decay, minus_lr, True,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
-def came_bfloat16_14_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_bfloat16_15_flat(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1258,9 +1590,9 @@ def came_bfloat16_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_bfloat16_14_tile(
+        came_bfloat16_15_tile(
             p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-            live, live, live, one_minus_lr_times_weight_decay, minus_lr, True,
+            live, live, live, lr, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -1271,8 +1603,7 @@ def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * g_cast
-    return term(g_mul, at, live, MASKED)
+    return term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -1281,12 +1612,12 @@ def came_float16_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1298,66 +1629,98 @@ def came_float16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 30)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_float16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
 def came_float16_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
+    g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live_row,
     live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
+    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1366,13 +1729,13 @@ def came_float16_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1384,49 +1747,87 @@ def came_float16_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 39, tl.float32, False)
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1436,56 +1837,49 @@ def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_float16_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
-def came_float16_9_tile(
-    g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
-    one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+def came_float16_10_tile(
+    g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live,
+    live_row, live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_float16_9(
+def came_float16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, ALIGNED)   # float32 [1]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1497,64 +1891,119 @@ def came_float16_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_ptr += top
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float16_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, False,
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float16_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, True,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_float16_9_flat(
+def came_float16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)     # float32 [1]  read
-    g_mul_term_ptr = pointer(row + 39, tl.float32, False)
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, False)              # float32 [rows]  read
+    row_mul_3_mul_term_ptr = pointer(row + 40, tl.float32, False)
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1563,49 +2012,47 @@ def came_float16_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_float16_9_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
+            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_float16_14_tile(
+def came_float16_15_tile(
     p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-    live, live_row, live_col, one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
+    live, live_row, live_col, lr, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_exp_avg_res_col_2 = get(one_over_sqrt_exp_avg_res_col_2_ptr, at_col, live_col, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/came.py)
-    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-    step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, step, p)            # 46  p = p - lr * step
+    # 46  p = p - lr * step
+    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
-def came_float16_14(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_float16_15(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1617,7 +2064,7 @@ def came_float16_14(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1628,38 +2075,74 @@ def came_float16_14(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_float16_14_tile(
+        came_float16_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay,
-            minus_lr, False,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float16_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float16_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float16_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        came_float16_14_tile(
+        came_float16_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col,
-            one_minus_lr_times_weight_decay, minus_lr, True,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        came_float16_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        came_float16_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        came_float16_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
-def came_float16_14_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_float16_15_flat(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1668,9 +2151,9 @@ def came_float16_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_float16_14_tile(
+        came_float16_15_tile(
             p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-            live, live, live, one_minus_lr_times_weight_decay, minus_lr, True,
+            live, live, live, lr, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -1689,7 +2172,7 @@ def came_float32_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1721,7 +2204,7 @@ def came_float32_no_factored_1(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -1729,7 +2212,7 @@ def came_float32_no_factored_1(
             g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
             False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1738,7 +2221,7 @@ def came_float32_no_factored_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -1751,39 +2234,40 @@ def came_float32_no_factored_2(
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
+    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 18).to(tl.float32)
     came_float32_8_round(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-        grad_scale_times_grad_scale, LANES,
+        one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def came_float32_no_factored_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-    lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
+    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)         # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq)) * (1.0 / one_max_tensor_div)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
     # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg)))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -1794,9 +2278,9 @@ def came_float32_no_factored_3_tile(
 def came_float32_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_beta1: tl.float32,
-    lr_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
+    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1807,7 +2291,7 @@ def came_float32_no_factored_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -1823,26 +2307,28 @@ def came_float32_no_factored_3(
         for odd in tl.static_range(2):
             came_float32_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         came_float32_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, one_max_tensor_div_ptr, at,
-            at, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-            lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+            lr_times_beta1, one_minus_lr_times_weight_decay, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             came_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, one_max_tensor_div_ptr, few,
-                live, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+                lr_times_beta1, one_minus_lr_times_weight_decay, True,
             )
 
 
@@ -1862,7 +2348,7 @@ def came_bfloat16_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1894,7 +2380,7 @@ def came_bfloat16_no_factored_1(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -1902,7 +2388,7 @@ def came_bfloat16_no_factored_1(
             g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
             False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1911,34 +2397,35 @@ def came_bfloat16_no_factored_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def came_bfloat16_no_factored_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-    lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
+    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     g_cast = widened(g_stored)
     square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq)) * (1.0 / one_max_tensor_div)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
     # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg)))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -1951,9 +2438,9 @@ def came_bfloat16_no_factored_3_tile(
 def came_bfloat16_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_beta1: tl.float32,
-    lr_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
+    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1964,7 +2451,7 @@ def came_bfloat16_no_factored_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -1980,26 +2467,28 @@ def came_bfloat16_no_factored_3(
         for odd in tl.static_range(2):
             came_bfloat16_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         came_bfloat16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, one_max_tensor_div_ptr, at,
-            at, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-            lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+            lr_times_beta1, one_minus_lr_times_weight_decay, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             came_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, one_max_tensor_div_ptr, few,
-                live, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+                lr_times_beta1, one_minus_lr_times_weight_decay, True,
             )
 
 
@@ -2019,7 +2508,7 @@ def came_float16_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2051,7 +2540,7 @@ def came_float16_no_factored_1(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -2059,7 +2548,7 @@ def came_float16_no_factored_1(
             g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
             False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -2068,34 +2557,35 @@ def came_float16_no_factored_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def came_float16_no_factored_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-    lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
+    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     g_cast = g_stored.to(tl.float32)
     square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq)) * (1.0 / one_max_tensor_div)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
     # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg)))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
@@ -2106,9 +2596,9 @@ def came_float16_no_factored_3_tile(
 def came_float16_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_beta1: tl.float32,
-    lr_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
+    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -2119,7 +2609,7 @@ def came_float16_no_factored_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -2135,26 +2625,28 @@ def came_float16_no_factored_3(
         for odd in tl.static_range(2):
             came_float16_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         came_float16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, one_max_tensor_div_ptr, at,
-            at, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-            lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+            lr_times_beta1, one_minus_lr_times_weight_decay, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             came_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, one_max_tensor_div_ptr, few,
-                live, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+                lr_times_beta1, one_minus_lr_times_weight_decay, True,
             )
 
 
@@ -2182,30 +2674,30 @@ OPTIONS = {
 WARPS = {
     "came_float32_1": 1,
     "came_float32_6": 1,
-    "came_float32_9": 4,
-    "came_float32_14": 4,
+    "came_float32_10": 1,
+    "came_float32_15": 1,
     "came_bfloat16_1": 1,
     "came_bfloat16_6": 1,
-    "came_bfloat16_9": 4,
-    "came_bfloat16_14": 4,
+    "came_bfloat16_10": 1,
+    "came_bfloat16_15": 1,
     "came_float16_1": 1,
     "came_float16_6": 1,
-    "came_float16_9": 4,
-    "came_float16_14": 4,
+    "came_float16_10": 1,
+    "came_float16_15": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
-    "came_float32_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_float32_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_float32_6": {'row_sum_of_g': 0},
-    "came_float32_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_float32_14": {},
-    "came_bfloat16_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_float32_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_float32_15": {},
+    "came_bfloat16_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_bfloat16_6": {'row_sum_of_g': 0},
-    "came_bfloat16_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_bfloat16_14": {},
-    "came_float16_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_bfloat16_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_bfloat16_15": {},
+    "came_float16_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_float16_6": {'row_sum_of_g': 0},
-    "came_float16_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_float16_14": {},
+    "came_float16_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_float16_15": {},
 }

@@ -25,7 +25,7 @@
 
 namespace {
 
-// a sweep: exp_avg_sq_row (specs/came.py:30), exp_avg_sq_col (specs/came.py:31)
+// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
 template <class Grad>
 struct came_float32_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
@@ -34,21 +34,21 @@ struct came_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {8, 23, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-        {9, 24, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {8, 24, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {9, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F g_mul = g * g;
-            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
+            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
         }
     }
 };
@@ -63,7 +63,7 @@ struct came_float32_2 {
     static constexpr Place PLACES[] = {
         {4, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_sq_row
         {10, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_sq_row
-        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
+        {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -100,7 +100,7 @@ struct came_float32_3 {
     static constexpr Place PLACES[] = {
         {5, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_sq_col
         {11, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_col_2
-        {9, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
+        {8, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -193,9 +193,9 @@ struct came_float32_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {14, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {13, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
-        {11, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
+        {14, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
+        {11, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
+        {13, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -203,15 +203,15 @@ struct came_float32_6 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
@@ -250,13 +250,13 @@ struct came_float32_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {16, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {16, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {15, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -265,14 +265,44 @@ struct came_float32_8 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+        }
+    }
+};
+
+// row: values of rows
+template <class Grad>
+struct came_float32_9 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ROW;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {17, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
+        {13, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div
+        {16, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict row_mul_3_at = (float *)at[0];  // float32 [row]  written
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[1];
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[2];
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F one_over_sqrt_row_div = load(one_over_sqrt_row_div_at + i);
+            const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
+            store(row_mul_3_at + i, one_over_sqrt_row_div * one_over_one_max_tensor_div);
         }
     }
 };
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
 template <class Grad>
-struct came_float32_9 {
+struct came_float32_10 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -281,11 +311,10 @@ struct came_float32_9 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
-        {17, 26, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
-        {18, 27, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
-        {13, -1, 4, ROW, true, false, NONE, 5},  // one_over_sqrt_row_div
-        {11, -1, 4, COLUMN, true, false, NONE, 6},  // one_over_sqrt_exp_avg_sq_col_2
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // one_max_tensor_div
+        {18, 27, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
+        {19, 28, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
+        {11, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
+        {17, -1, 4, ROW, true, false, NONE, 6},  // row_mul_3
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -298,27 +327,23 @@ struct came_float32_9 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];                     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];               // int16 [blocks of 64]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[3];     // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[5];
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];                  // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];            // int16 [blocks of 64]  read and written
+        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[3];  // float32 [row]  for row_sum
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[6];
-        const float *__restrict one_max_tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
+        const float *__restrict row_mul_3_at = (const float *)at[6];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
-        const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float row_mul_3_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -356,21 +381,19 @@ struct came_float32_9 {
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+                const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-                const F update = grad_scale * g_mul;
-                const F g_abs = abs(exp_avg);
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F row_mul_3_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg);
-                const F g_mul_3 = g_fma * g_fma;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg);
+                const F row_mul_3_mul_2 = row_mul_3_fma * row_mul_3_fma;
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(row_mul_3_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(row_sum_for_exp_avg_res_row_at + i, g_mul_3);
+                store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -382,8 +405,8 @@ struct came_float32_9 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul_2 = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_2_kept + b, g_mul_2);
+            const F row_mul_3_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(row_mul_3_mul_kept + b, row_mul_3_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -391,11 +414,11 @@ struct came_float32_9 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            const F g_mul_2(g_mul_2_kept[b]);
+            const F row_mul_3_mul(row_mul_3_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul_2), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), row_mul_3_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -404,15 +427,15 @@ struct came_float32_9 {
 
 // row: values of rows
 template <class Grad>
-struct came_float32_10 {
+struct came_float32_11 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
-        {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
-        {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
+        {20, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
+        {18, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -440,15 +463,15 @@ struct came_float32_10 {
 
 // col: values of columns
 template <class Grad>
-struct came_float32_11 {
+struct came_float32_12 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
-        {20, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
-        {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
+        {21, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
+        {19, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -476,14 +499,14 @@ struct came_float32_11 {
 
 // mat: values of matrices
 template <class Grad>
-struct came_float32_12 {
+struct came_float32_13 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {21, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
-        {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
+        {22, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
+        {20, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -504,15 +527,15 @@ struct came_float32_12 {
 
 // row: values of rows
 template <class Grad>
-struct came_float32_13 {
+struct came_float32_14 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_res_row
-        {22, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
-        {21, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
+        {23, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
+        {22, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -533,7 +556,7 @@ struct came_float32_13 {
 
 // a sweep: the update
 template <class Grad>
-struct came_float32_14 {
+struct came_float32_15 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -542,8 +565,8 @@ struct came_float32_14 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {22, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
-        {20, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
+        {23, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
+        {21, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -588,7 +611,7 @@ struct came_float32_14 {
     }
 };
 
-// a sweep: exp_avg_sq_row (specs/came.py:30), exp_avg_sq_col (specs/came.py:31)
+// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
 template <class Grad>
 struct came_float32_small_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
@@ -597,21 +620,21 @@ struct came_float32_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {7, 22, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-        {8, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {7, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {8, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F g_mul = g * g;
-            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
+            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
         }
     }
 };
@@ -626,7 +649,7 @@ struct came_float32_small_2 {
     static constexpr Place PLACES[] = {
         {3, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_sq_row
         {9, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_sq_row
-        {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
+        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -663,7 +686,7 @@ struct came_float32_small_3 {
     static constexpr Place PLACES[] = {
         {4, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_sq_col
         {10, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_col_2
-        {8, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
+        {7, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -756,9 +779,9 @@ struct came_float32_small_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {12, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
-        {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
+        {13, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
+        {10, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
+        {12, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -766,15 +789,15 @@ struct came_float32_small_6 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
@@ -813,13 +836,13 @@ struct came_float32_small_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {15, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {15, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -828,14 +851,44 @@ struct came_float32_small_8 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+        }
+    }
+};
+
+// row: values of rows
+template <class Grad>
+struct came_float32_small_9 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ROW;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {16, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
+        {12, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div
+        {15, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict row_mul_3_at = (float *)at[0];  // float32 [row]  written
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[1];
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[2];
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F one_over_sqrt_row_div = load(one_over_sqrt_row_div_at + i);
+            const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
+            store(row_mul_3_at + i, one_over_sqrt_row_div * one_over_one_max_tensor_div);
         }
     }
 };
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
 template <class Grad>
-struct came_float32_small_9 {
+struct came_float32_small_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -843,58 +896,51 @@ struct came_float32_small_9 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
-        {16, 25, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
-        {17, 26, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
-        {12, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div
-        {10, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // one_max_tensor_div
+        {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
+        {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
+        {10, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
+        {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict exp_avg_at = (float *)at[1];                         // float32 [n]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];     // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[1];                      // float32 [n]  read and written
+        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];  // float32 [row]  for row_sum
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
-        const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[4];
+        const float *__restrict row_mul_3_at = (const float *)at[5];        // float32 [row]  read
         const F beta1(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
-        const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg);
-            // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-            const F update = grad_scale * g_mul;
-            const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg_2);
-            const F g_mul_2 = g_fma * g_fma;
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg);
+            const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg_2);
+            const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
             store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, g_mul_2);
+            store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
         }
     }
 };
 
 // row: values of rows
 template <class Grad>
-struct came_float32_small_10 {
+struct came_float32_small_11 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
-        {18, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
-        {16, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
+        {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
+        {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -922,15 +968,15 @@ struct came_float32_small_10 {
 
 // col: values of columns
 template <class Grad>
-struct came_float32_small_11 {
+struct came_float32_small_12 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
-        {19, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
-        {17, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
+        {20, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
+        {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -958,14 +1004,14 @@ struct came_float32_small_11 {
 
 // mat: values of matrices
 template <class Grad>
-struct came_float32_small_12 {
+struct came_float32_small_13 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {20, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
-        {18, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
+        {21, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
+        {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -986,15 +1032,15 @@ struct came_float32_small_12 {
 
 // row: values of rows
 template <class Grad>
-struct came_float32_small_13 {
+struct came_float32_small_14 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_res_row
-        {21, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
-        {20, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
+        {22, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
+        {21, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1015,7 +1061,7 @@ struct came_float32_small_13 {
 
 // a sweep: the update
 template <class Grad>
-struct came_float32_small_14 {
+struct came_float32_small_15 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -1023,8 +1069,8 @@ struct came_float32_small_14 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {21, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
-        {19, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
+        {22, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
+        {20, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1035,23 +1081,22 @@ struct came_float32_small_14 {
         const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
-        const F one_minus_lr_times_weight_decay(known.scalars[11]);
-        const F minus_lr(known.scalars[12]);
+        const F lr(known.scalars[11]);
+        const F one_minus_lr_times_weight_decay(known.scalars[12]);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F exp_avg = load(exp_avg_at + i);
             const F p = load(p_at + i);
-            // 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-            const F step = exp_avg * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, step, p_2);             // 46  p = p - lr * step
+            // 46  p = p - lr * step
+            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
             store(p_at + i, p_3);
         }
     }
 };
 
-// a sweep: exp_avg_sq_row (specs/came.py:30), exp_avg_sq_col (specs/came.py:31)
+// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
 template <class Grad>
 struct came_bfloat16_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
@@ -1060,22 +1105,22 @@ struct came_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {9, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-        {10, 25, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {9, 25, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {10, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g_mul = g_cast * g_cast;
-            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
+            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
         }
     }
 };
@@ -1090,7 +1135,7 @@ struct came_bfloat16_2 {
     static constexpr Place PLACES[] = {
         {5, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_sq_row
         {11, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_sq_row
-        {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
+        {10, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1127,7 +1172,7 @@ struct came_bfloat16_3 {
     static constexpr Place PLACES[] = {
         {6, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_sq_col
         {12, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_col_2
-        {10, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
+        {9, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1220,9 +1265,9 @@ struct came_bfloat16_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {15, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {14, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
-        {12, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
+        {15, 27, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
+        {12, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
+        {14, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1230,15 +1275,15 @@ struct came_bfloat16_6 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
@@ -1277,13 +1322,13 @@ struct came_bfloat16_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {17, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {17, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {16, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -1292,14 +1337,44 @@ struct came_bfloat16_8 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+        }
+    }
+};
+
+// row: values of rows
+template <class Grad>
+struct came_bfloat16_9 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ROW;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {18, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
+        {14, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div
+        {17, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict row_mul_3_at = (float *)at[0];  // float32 [row]  written
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[1];
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[2];
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F one_over_sqrt_row_div = load(one_over_sqrt_row_div_at + i);
+            const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
+            store(row_mul_3_at + i, one_over_sqrt_row_div * one_over_one_max_tensor_div);
         }
     }
 };
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
 template <class Grad>
-struct came_bfloat16_9 {
+struct came_bfloat16_10 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1308,11 +1383,10 @@ struct came_bfloat16_9 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg
         {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
-        {18, 27, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
-        {19, 28, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
-        {14, -1, 4, ROW, true, false, NONE, 5},  // one_over_sqrt_row_div
-        {12, -1, 4, COLUMN, true, false, NONE, 6},  // one_over_sqrt_exp_avg_sq_col_2
-        {17, -1, 4, WHOLE, true, false, NONE, 7},  // one_max_tensor_div
+        {19, 28, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
+        {20, 29, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
+        {12, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
+        {18, -1, 4, ROW, true, false, NONE, 6},  // row_mul_3
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1325,27 +1399,23 @@ struct came_bfloat16_9 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];                     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];               // int16 [blocks of 64]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[3];     // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[5];
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];                  // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];            // int16 [blocks of 64]  read and written
+        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[3];  // float32 [row]  for row_sum
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[6];
-        const float *__restrict one_max_tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
+        const float *__restrict row_mul_3_at = (const float *)at[6];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
-        const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float row_mul_3_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
@@ -1383,21 +1453,19 @@ struct came_bfloat16_9 {
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+                const F g_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-                const F update = grad_scale * g_mul;
-                const F g_abs = abs(exp_avg);
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F row_mul_3_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg);
-                const F g_mul_3 = g_fma * g_fma;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg);
+                const F row_mul_3_mul_2 = row_mul_3_fma * row_mul_3_fma;
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(row_mul_3_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(row_sum_for_exp_avg_res_row_at + i, g_mul_3);
+                store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1409,8 +1477,8 @@ struct came_bfloat16_9 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul_2 = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_2_kept + b, g_mul_2);
+            const F row_mul_3_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(row_mul_3_mul_kept + b, row_mul_3_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1418,11 +1486,11 @@ struct came_bfloat16_9 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            const F g_mul_2(g_mul_2_kept[b]);
+            const F row_mul_3_mul(row_mul_3_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul_2), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), row_mul_3_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -1431,15 +1499,15 @@ struct came_bfloat16_9 {
 
 // row: values of rows
 template <class Grad>
-struct came_bfloat16_10 {
+struct came_bfloat16_11 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
-        {20, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
-        {18, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
+        {21, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
+        {19, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1467,15 +1535,15 @@ struct came_bfloat16_10 {
 
 // col: values of columns
 template <class Grad>
-struct came_bfloat16_11 {
+struct came_bfloat16_12 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {8, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
-        {21, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
-        {19, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
+        {22, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
+        {20, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1503,14 +1571,14 @@ struct came_bfloat16_11 {
 
 // mat: values of matrices
 template <class Grad>
-struct came_bfloat16_12 {
+struct came_bfloat16_13 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {22, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
-        {20, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
+        {23, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
+        {21, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1531,15 +1599,15 @@ struct came_bfloat16_12 {
 
 // row: values of rows
 template <class Grad>
-struct came_bfloat16_13 {
+struct came_bfloat16_14 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_res_row
-        {23, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
-        {22, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
+        {24, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
+        {23, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1560,7 +1628,7 @@ struct came_bfloat16_13 {
 
 // a sweep: the update
 template <class Grad>
-struct came_bfloat16_14 {
+struct came_bfloat16_15 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1570,8 +1638,8 @@ struct came_bfloat16_14 {
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {23, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div_2
-        {21, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_res_col_2
+        {24, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div_2
+        {22, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1644,7 +1712,7 @@ struct came_bfloat16_14 {
     }
 };
 
-// a sweep: exp_avg_sq_row (specs/came.py:30), exp_avg_sq_col (specs/came.py:31)
+// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
 template <class Grad>
 struct came_bfloat16_small_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
@@ -1653,22 +1721,22 @@ struct came_bfloat16_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {8, 23, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-        {9, 24, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {8, 24, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
+        {9, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g_mul = g_cast * g_cast;
-            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
+            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
         }
     }
 };
@@ -1682,9 +1750,9 @@ struct came_bfloat16_small_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {14, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {13, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
-        {11, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
+        {14, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
+        {11, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
+        {13, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1692,15 +1760,15 @@ struct came_bfloat16_small_6 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
@@ -1708,7 +1776,7 @@ struct came_bfloat16_small_6 {
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
 template <class Grad>
-struct came_bfloat16_small_9 {
+struct came_bfloat16_small_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
@@ -1716,50 +1784,43 @@ struct came_bfloat16_small_9 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
-        {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
-        {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
-        {13, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div
-        {11, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // one_max_tensor_div
+        {18, 27, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
+        {19, 28, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
+        {11, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
+        {17, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict exp_avg_at = (float *)at[1];                         // float32 [n]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];     // float32 [row]  for row_sum
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[1];                      // float32 [n]  read and written
+        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];  // float32 [row]  for row_sum
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
-        const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
+        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[4];
+        const float *__restrict row_mul_3_at = (const float *)at[5];        // float32 [row]  read
         const F beta1(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
-        const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F g_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg);
-            // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-            const F update = grad_scale * g_mul;
-            const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg_2);
-            const F g_mul_2 = g_fma * g_fma;
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg);
+            const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg_2);
+            const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
             store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, g_mul_2);
+            store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
         }
     }
 };
 
 // a sweep: the update
 template <class Grad>
-struct came_bfloat16_small_14 {
+struct came_bfloat16_small_15 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1768,8 +1829,8 @@ struct came_bfloat16_small_14 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
-        {22, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
-        {20, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
+        {23, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
+        {21, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1783,8 +1844,8 @@ struct came_bfloat16_small_14 {
         const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[11]);
-        const F minus_lr(known.scalars[12]);
+        const F lr(known.scalars[11]);
+        const F one_minus_lr_times_weight_decay(known.scalars[12]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1809,10 +1870,9 @@ struct came_bfloat16_small_14 {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-            // 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-            const F step = exp_avg * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, step, p_2);                            // 46  p = p - lr * step
+            // 46  p = p - lr * step
+            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1825,7 +1885,7 @@ struct came_bfloat16_small_14 {
 
 // a sweep: the update
 template <class Grad>
-struct came_float16_14 {
+struct came_float16_15 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1835,8 +1895,8 @@ struct came_float16_14 {
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {23, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div_2
-        {21, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_res_col_2
+        {24, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div_2
+        {22, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1895,7 +1955,7 @@ struct came_float16_14 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1931,7 +1991,7 @@ struct came_float16_14 {
 
 // a sweep: the update
 template <class Grad>
-struct came_float16_small_14 {
+struct came_float16_small_15 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1940,8 +2000,8 @@ struct came_float16_small_14 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
-        {22, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
-        {20, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
+        {23, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
+        {21, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1955,8 +2015,8 @@ struct came_float16_small_14 {
         const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[11]);
-        const F minus_lr(known.scalars[12]);
+        const F lr(known.scalars[11]);
+        const F one_minus_lr_times_weight_decay(known.scalars[12]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1981,7 +2041,7 @@ struct came_float16_small_14 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1989,15 +2049,14 @@ struct came_float16_small_14 {
             const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-            // 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-            const F step = exp_avg * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, step, p_2);             // 46  p = p - lr * step
-            const I exp_avg_bitcast = bits(p_3);
-            const I p_sign = exp_avg_bitcast >> 16 & 32768;
-            const I p_magnitude = exp_avg_bitcast & 2147483647;
-            const F exp_avg_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * exp_avg_bitcast_2;
+            // 46  p = p - lr * step
+            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
+            const I one_over_sqrt_row_div_2_bitcast = bits(p_3);
+            const I p_sign = one_over_sqrt_row_div_2_bitcast >> 16 & 32768;
+            const I p_magnitude = one_over_sqrt_row_div_2_bitcast & 2147483647;
+            const F one_over_sqrt_row_div_2_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * one_over_sqrt_row_div_2_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2006,7 +2065,7 @@ struct came_float16_small_14 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(exp_avg_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(one_over_sqrt_row_div_2_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -2064,7 +2123,7 @@ struct came_float32_no_factored_1 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -2086,13 +2145,13 @@ struct came_float32_no_factored_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -2101,7 +2160,7 @@ struct came_float32_no_factored_2 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2120,7 +2179,7 @@ struct came_float32_no_factored_3 {
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_max_tensor_div
+        {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_over_one_max_tensor_div
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2131,14 +2190,15 @@ struct came_float32_no_factored_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];                     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];               // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];                  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];            // int16 [blocks of 64]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[6];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F eps1(known.scalars[0]);
@@ -2149,7 +2209,7 @@ struct came_float32_no_factored_3 {
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F minus_lr(known.scalars[8]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -2158,7 +2218,7 @@ struct came_float32_no_factored_3 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float one_over_one_max_tensor_div_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
@@ -2212,7 +2272,7 @@ struct came_float32_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -2225,15 +2285,15 @@ struct came_float32_no_factored_3 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g / g_sqrt / one_max_tensor_div, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / g_sqrt, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;               // 45  p = policies.decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                       // 46  p = p - lr * step
-                const F g_abs = abs(exp_avg);
+                const F one_over_one_max_tensor_div_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_one_max_tensor_div_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -2256,7 +2316,7 @@ struct came_float32_no_factored_3 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const F one_over_one_max_tensor_div_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -2270,7 +2330,7 @@ struct came_float32_no_factored_3 {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_mul_kept + b, g_mul);
+            store(one_over_one_max_tensor_div_mul_kept + b, one_over_one_max_tensor_div_mul);
             store(g_add_kept + b, g_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
@@ -2285,7 +2345,7 @@ struct came_float32_no_factored_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F one_over_one_max_tensor_div_mul(one_over_one_max_tensor_div_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -2294,7 +2354,7 @@ struct came_float32_no_factored_3 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_over_one_max_tensor_div_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
@@ -2349,13 +2409,13 @@ struct came_float32_no_factored_small_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {5, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -2364,7 +2424,7 @@ struct came_float32_no_factored_small_2 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2381,27 +2441,28 @@ struct came_float32_no_factored_small_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_max_tensor_div
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_one_max_tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                      // float32 [n]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
+        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[4];
         const F eps1(known.scalars[0]);
         const F beta1(known.scalars[5]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_beta1(known.scalars[7]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
+        const F lr_times_beta1(known.scalars[8]);
         const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
@@ -2412,11 +2473,11 @@ struct came_float32_no_factored_small_3 {
             const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g / sqrt(exp_avg_sq_2) / one_max_tensor_div;
+            const F g_mul = g / sqrt(exp_avg_sq_2);
             // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
             store(p_at + i, p_2);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -2473,7 +2534,7 @@ struct came_bfloat16_no_factored_1 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -2497,13 +2558,13 @@ struct came_bfloat16_no_factored_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {8, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {8, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -2512,7 +2573,7 @@ struct came_bfloat16_no_factored_2 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2532,7 +2593,7 @@ struct came_bfloat16_no_factored_3 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_max_tensor_div
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_over_one_max_tensor_div
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2543,15 +2604,16 @@ struct came_bfloat16_no_factored_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                  // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];               // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F eps1(known.scalars[0]);
@@ -2562,7 +2624,7 @@ struct came_bfloat16_no_factored_3 {
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F minus_lr(known.scalars[8]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -2571,7 +2633,7 @@ struct came_bfloat16_no_factored_3 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float one_over_one_max_tensor_div_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
@@ -2627,7 +2689,7 @@ struct came_bfloat16_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -2641,13 +2703,13 @@ struct came_bfloat16_no_factored_3 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast / g_sqrt / one_max_tensor_div, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / g_sqrt, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
+                const F one_over_one_max_tensor_div_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_one_max_tensor_div_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -2685,7 +2747,7 @@ struct came_bfloat16_no_factored_3 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const F one_over_one_max_tensor_div_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -2699,7 +2761,7 @@ struct came_bfloat16_no_factored_3 {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_mul_kept + b, g_mul);
+            store(one_over_one_max_tensor_div_mul_kept + b, one_over_one_max_tensor_div_mul);
             store(g_add_kept + b, g_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
@@ -2713,7 +2775,7 @@ struct came_bfloat16_no_factored_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F one_over_one_max_tensor_div_mul(one_over_one_max_tensor_div_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -2722,7 +2784,7 @@ struct came_bfloat16_no_factored_3 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_over_one_max_tensor_div_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
@@ -2779,13 +2841,13 @@ struct came_bfloat16_no_factored_small_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
         const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
@@ -2794,7 +2856,7 @@ struct came_bfloat16_no_factored_small_2 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2812,18 +2874,19 @@ struct came_bfloat16_no_factored_small_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_max_tensor_div
+        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_one_max_tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                      // float32 [n]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[5];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F eps1(known.scalars[0]);
@@ -2832,10 +2895,10 @@ struct came_bfloat16_no_factored_small_3 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_beta1(known.scalars[7]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
+        const F lr_times_beta1(known.scalars[8]);
         const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2867,11 +2930,11 @@ struct came_bfloat16_no_factored_small_3 {
             const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2) / one_max_tensor_div;
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2899,7 +2962,7 @@ struct came_float16_no_factored_3 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_max_tensor_div
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_over_one_max_tensor_div
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2910,15 +2973,16 @@ struct came_float16_no_factored_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                  // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];               // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F eps1(known.scalars[0]);
@@ -2929,7 +2993,7 @@ struct came_float16_no_factored_3 {
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F minus_lr(known.scalars[8]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -2938,7 +3002,7 @@ struct came_float16_no_factored_3 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float one_over_one_max_tensor_div_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
         alignas(64) int32_t g_sub_kept[TILE / BLOCK];
@@ -2994,7 +3058,7 @@ struct came_float16_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -3008,13 +3072,13 @@ struct came_float16_no_factored_3 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast / g_sqrt / one_max_tensor_div, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / g_sqrt, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(exp_avg);
+                const F one_over_one_max_tensor_div_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_one_max_tensor_div_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -3034,7 +3098,7 @@ struct came_float16_no_factored_3 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -3044,17 +3108,17 @@ struct came_float16_no_factored_3 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, exp_avg, p_2);          // 46  p = p - lr * step
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
+                const I one_over_one_max_tensor_div_bitcast = bits(p_3);
+                const I p_sign = one_over_one_max_tensor_div_bitcast >> 16 & 32768;
+                const I p_magnitude = one_over_one_max_tensor_div_bitcast & 2147483647;
+                const F one_over_one_max_tensor_div_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * one_over_one_max_tensor_div_bitcast_2;
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
                 const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_wide_2 = where(one_over_one_max_tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -3072,7 +3136,7 @@ struct came_float16_no_factored_3 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const F one_over_one_max_tensor_div_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -3086,7 +3150,7 @@ struct came_float16_no_factored_3 {
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
             const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_mul_kept + b, g_mul);
+            store(one_over_one_max_tensor_div_mul_kept + b, one_over_one_max_tensor_div_mul);
             store(g_add_kept + b, g_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
             store(g_sub_kept + b, g_sub);
@@ -3100,7 +3164,7 @@ struct came_float16_no_factored_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F one_over_one_max_tensor_div_mul(one_over_one_max_tensor_div_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -3109,7 +3173,7 @@ struct came_float16_no_factored_3 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_over_one_max_tensor_div_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
@@ -3132,18 +3196,19 @@ struct came_float16_no_factored_small_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_max_tensor_div
+        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_one_max_tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                      // float32 [n]  read and written
-        const float *__restrict one_max_tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
+        // float32 [tensor]  read
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[5];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F eps1(known.scalars[0]);
@@ -3152,10 +3217,10 @@ struct came_float16_no_factored_small_3 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F lr_times_beta1(known.scalars[7]);
-        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F lr_times_one_minus_beta1_times_grad_scale(known.scalars[7]);
+        const F lr_times_beta1(known.scalars[8]);
         const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F one_max_tensor_div = F(*one_max_tensor_div_at);
+        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -3179,7 +3244,7 @@ struct came_float16_no_factored_small_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -3195,11 +3260,11 @@ struct came_float16_no_factored_small_3 {
             const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2) / one_max_tensor_div;
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             // 46  p = p - lr * step
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg));
+            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg));
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
             const I p_bitcast = bits(p_2);
             const I p_sign = p_bitcast >> 16 & 32768;
             const I p_magnitude = p_bitcast & 2147483647;
@@ -3238,23 +3303,24 @@ struct came_float32 {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -3274,6 +3340,7 @@ struct came_float32 {
         stage<came_float32_12<Grad>>(),
         stage<came_float32_13<Grad>>(),
         stage<came_float32_14<Grad>>(),
+        stage<came_float32_15<Grad>>(),
     };
 };
 
@@ -3290,23 +3357,24 @@ struct came_float32_small {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -3326,6 +3394,7 @@ struct came_float32_small {
         stage<came_float32_small_12<Grad>>(),
         stage<came_float32_small_13<Grad>>(),
         stage<came_float32_small_14<Grad>>(),
+        stage<came_float32_small_15<Grad>>(),
     };
 };
 
@@ -3344,23 +3413,24 @@ struct came_bfloat16 {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -3380,6 +3450,7 @@ struct came_bfloat16 {
         stage<came_bfloat16_12<Grad>>(),
         stage<came_bfloat16_13<Grad>>(),
         stage<came_bfloat16_14<Grad>>(),
+        stage<came_bfloat16_15<Grad>>(),
     };
 };
 
@@ -3397,23 +3468,24 @@ struct came_bfloat16_small {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -3427,12 +3499,13 @@ struct came_bfloat16_small {
         stage<came_bfloat16_small_6<Grad>>(),
         stage<came_float32_7<Grad>>(),
         stage<came_float32_8<Grad>>(),
-        stage<came_bfloat16_small_9<Grad>>(),
-        stage<came_float32_10<Grad>>(),
+        stage<came_float32_9<Grad>>(),
+        stage<came_bfloat16_small_10<Grad>>(),
         stage<came_float32_11<Grad>>(),
         stage<came_float32_12<Grad>>(),
         stage<came_float32_13<Grad>>(),
-        stage<came_bfloat16_small_14<Grad>>(),
+        stage<came_float32_14<Grad>>(),
+        stage<came_bfloat16_small_15<Grad>>(),
     };
 };
 
@@ -3451,23 +3524,24 @@ struct came_float16 {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -3486,7 +3560,8 @@ struct came_float16 {
         stage<came_bfloat16_11<Grad>>(),
         stage<came_bfloat16_12<Grad>>(),
         stage<came_bfloat16_13<Grad>>(),
-        stage<came_float16_14<Grad>>(),
+        stage<came_bfloat16_14<Grad>>(),
+        stage<came_float16_15<Grad>>(),
     };
 };
 
@@ -3504,23 +3579,24 @@ struct came_float16_small {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_res_row
         {4, COLUMN},  // exp_avg_res_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col
+        {4, ROW},  // row_sum_for_exp_avg_sq_row
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
+        {4, ROW},  // row_mul_3
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
@@ -3534,12 +3610,13 @@ struct came_float16_small {
         stage<came_bfloat16_small_6<Grad>>(),
         stage<came_float32_7<Grad>>(),
         stage<came_float32_8<Grad>>(),
-        stage<came_bfloat16_small_9<Grad>>(),
-        stage<came_float32_10<Grad>>(),
+        stage<came_float32_9<Grad>>(),
+        stage<came_bfloat16_small_10<Grad>>(),
         stage<came_float32_11<Grad>>(),
         stage<came_float32_12<Grad>>(),
         stage<came_float32_13<Grad>>(),
-        stage<came_float16_small_14<Grad>>(),
+        stage<came_float32_14<Grad>>(),
+        stage<came_float16_small_15<Grad>>(),
     };
 };
 
@@ -3556,7 +3633,7 @@ struct came_float32_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -3577,7 +3654,7 @@ struct came_float32_no_factored_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -3601,7 +3678,7 @@ struct came_bfloat16_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -3623,7 +3700,7 @@ struct came_bfloat16_no_factored_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -3647,7 +3724,7 @@ struct came_float16_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -3669,7 +3746,7 @@ struct came_float16_no_factored_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_max_tensor_div
+        {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {

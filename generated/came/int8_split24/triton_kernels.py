@@ -25,7 +25,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within
 
 
 @triton.jit
@@ -34,8 +34,7 @@ def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    g_mul = g * g
-    return term(g_mul, at, live, MASKED)
+    return term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -44,12 +43,12 @@ def came_float32_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -61,51 +60,83 @@ def came_float32_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 31)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_float32_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -239,21 +270,21 @@ def came_float32_2(
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)
     mat_sum_of_exp_avg_sq_row_ptr = pointer(row + 10, tl.float32, False)
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 9, tl.float32, False)
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 9, tl.float32, False)
+    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, False)
     mat_sum_of_exp_avg_sq_row_over_rows_ptr = pointer(row + 12, tl.float32, False)
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_columns = tl.load(row + 38).to(tl.float32)
-    extent_rows = tl.load(row + 37).to(tl.float32)
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
+    extent_columns = tl.load(row + 39).to(tl.float32)
+    extent_rows = tl.load(row + 38).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         came_float32_2_round(
@@ -282,17 +313,17 @@ def came_float32_2(
 
 @triton.jit
 def came_float32_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
+    g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live_row,
     live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
+    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
+    g_mul = g * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -301,13 +332,13 @@ def came_float32_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -319,49 +350,87 @@ def came_float32_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 29)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 41, tl.float32, False)
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -371,10 +440,10 @@ def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_float32_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -401,24 +470,46 @@ def came_float32_7_round(
 
 @triton.jit
 def came_float32_8_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
     grad_scale_times_grad_scale,
 ):
     """Values of the tensor."""
     tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_over_one_max_tensor_div_ptr, 1.0 / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def came_float32_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
     """All values of the tensor."""
     came_float32_8_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
         grad_scale_times_grad_scale,
     )
+
+
+@triton.jit
+def came_float32_9_values(
+    row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, at, live,
+):
+    """Values of rows."""
+    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at, live, True)
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
+    put(row_mul_3_ptr, at, one_over_sqrt_row_div * one_over_one_max_tensor_div, live, True)
+
+
+@triton.jit
+def came_float32_9_round(
+    row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, first, end, rows, columns,
+    LANES: tl.constexpr,
+):
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
+        live = at < end * rows
+        came_float32_9_values(row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, at, live)
 
 
 @triton.jit
@@ -428,62 +519,67 @@ def came_float32_7(
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
     row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_elements = tl.load(row + 39).to(tl.float32)
+    one_over_one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
+    row_mul_3_ptr = pointer(row + 17, tl.float32, False)
+    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
+    extent_elements = tl.load(row + 40).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         came_float32_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
         came_float32_8_round(
-            one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-            grad_scale_times_grad_scale, LANES,
+            one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+            clip_threshold, grad_scale_times_grad_scale, LANES,
+        )
+    tl.debug_barrier()  # what one round stores the next ones load
+    if ROUND < 0 or ROUND == 2:
+        came_float32_9_round(
+            row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, first, end, rows, columns,
+            LANES,
         )
 
 
 @triton.jit
-def came_float32_9_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col, index, beta1,
-    grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+def came_float32_10_tile(
+    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_block,
+    at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
+    one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # -- update  (specs/came.py)
-    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = g * one_over_sqrt_exp_avg_sq_col_2
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # -- encode and store
-    g_abs = tl.abs(exp_avg)
+    row_mul_3_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
+    row_mul_3_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, row_mul_3_abs, row_mul_3_mul)), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -492,33 +588,31 @@ def came_float32_9_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_float32_9(
+def came_float32_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, ALIGNED)   # float32 [1]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    row_mul_3_ptr = pointer(row + 17, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 34).to(tl.int32)
+    pace = (tl.load(row + 37) + 63) // 64 * 64
+    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -531,79 +625,148 @@ def came_float32_9(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    row_mul_3_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 32), pace, blocks * 64).to(tl.int32)
+    padded = tl.where(columns == tl.load(row + 33), pace, blocks * 64).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float32_9_tile(
+        row_mul_3_mul_term = came_float32_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
+            at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 1))
-        g_mul_terms += tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        g_mul_term = came_float32_9_tile(
+        row_mul_3_mul_term = came_float32_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
+            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
         )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 1), mask=which < height)
-        g_mul_terms += tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_0, [ROWS, 256]), 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_1, [ROWS, 256]), 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_2, [ROWS, 256]), 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_float32_9_flat(
+def came_float32_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)     # float32 [1]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = (tl.load(row + 36) + 63) // 64 * 64
-    begin = tl.load(row + 34) * pace + tl.load(row + 35) // 64 * 64
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    row_mul_3_ptr = pointer(row + 17, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 34).to(tl.int32)
+    pace = (tl.load(row + 37) + 63) // 64 * 64
+    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
+    row_mul_3_mul_term_ptr = pointer(row + 41, tl.float32, False)
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
+    columns = tl.load(row + 33)
     per_row = tl.cdiv(columns, 64)
     blocks = numel // columns * per_row
     end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
@@ -618,16 +781,16 @@ def came_float32_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_float32_9_tile(
-            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, block, at_row, at_col, live, live_block, live, live, number, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+        row_mul_3_mul_term = came_float32_10_tile(
+            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, block,
+            at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_float32_10_values(
+def came_float32_11_values(
     exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
     one_minus_beta3,
 ):
@@ -641,7 +804,7 @@ def came_float32_10_values(
 
 
 @triton.jit
-def came_float32_10_round(
+def came_float32_11_round(
     exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
     first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
@@ -653,7 +816,7 @@ def came_float32_10_round(
                 lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
                 at = number * rows + lane
                 live = lane < rows
-                exp_avg_res_row_term = came_float32_10_values(
+                exp_avg_res_row_term = came_float32_11_values(
                     exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
                     one_minus_beta3,
                 )
@@ -665,7 +828,7 @@ def came_float32_10_round(
             lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            exp_avg_res_row_term = came_float32_10_values(
+            exp_avg_res_row_term = came_float32_11_values(
                 exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
                 one_minus_beta3,
             )
@@ -673,7 +836,7 @@ def came_float32_10_round(
 
 
 @triton.jit
-def came_float32_11_values(
+def came_float32_12_values(
     exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
     at, live, eps2, beta3, one_minus_beta3,
 ):
@@ -687,7 +850,7 @@ def came_float32_11_values(
 
 
 @triton.jit
-def came_float32_11_round(
+def came_float32_12_round(
     exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
     first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
@@ -695,14 +858,14 @@ def came_float32_11_round(
     for start in range(first * columns, end * columns, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end * columns
-        came_float32_11_values(
+        came_float32_12_values(
             exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
             at, live, eps2, beta3, one_minus_beta3,
         )
 
 
 @triton.jit
-def came_float32_12_values(
+def came_float32_13_values(
     mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
 ):
     """Values of matrices."""
@@ -711,7 +874,7 @@ def came_float32_12_values(
 
 
 @triton.jit
-def came_float32_12_round(
+def came_float32_13_round(
     mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
@@ -719,13 +882,13 @@ def came_float32_12_round(
     for start in range(first, end, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end
-        came_float32_12_values(
+        came_float32_13_values(
             mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
         )
 
 
 @triton.jit
-def came_float32_13_values(
+def came_float32_14_values(
     exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
     at_mat,
 ):
@@ -736,7 +899,7 @@ def came_float32_13_values(
 
 
 @triton.jit
-def came_float32_13_round(
+def came_float32_14_round(
     exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
     rows, columns, LANES: tl.constexpr,
 ):
@@ -745,62 +908,62 @@ def came_float32_13_round(
         at = start + tl.arange(0, 2048)
         live = at < end * rows
         at_mat = at // rows
-        came_float32_13_values(
+        came_float32_14_values(
             exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
             at_mat,
         )
 
 
 @triton.jit
-def came_float32_10(
+def came_float32_11(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_res_row_ptr = pointer(row + 6, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 19, tl.float32, False)
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 17, tl.float32, False)
+    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 20, tl.float32, False)
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 18, tl.float32, False)
     exp_avg_res_col_ptr = pointer(row + 7, tl.float32, False)
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 18, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 21, tl.float32, False)
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_columns = tl.load(row + 38).to(tl.float32)
-    extent_rows = tl.load(row + 37).to(tl.float32)
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 19, tl.float32, False)
+    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 22, tl.float32, False)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
+    extent_columns = tl.load(row + 39).to(tl.float32)
+    extent_rows = tl.load(row + 38).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_float32_10_round(
+        came_float32_11_round(
             exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_float32_11_round(
+        came_float32_12_round(
             exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        came_float32_12_round(
+        came_float32_13_round(
             mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
             columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        came_float32_13_round(
+        came_float32_14_round(
             exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
             rows, columns, LANES,
         )
 
 
 @triton.jit
-def came_float32_14_tile(
+def came_float32_15_tile(
     p_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr,
     at, at_block, at_row, at_col, live, live_block, live_row, live_col, lr, one_minus_lr_times_weight_decay,
     MASKED: tl.constexpr,
@@ -827,20 +990,20 @@ def came_float32_14_tile(
 
 
 @triton.jit
-def came_float32_14(
+def came_float32_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -853,7 +1016,7 @@ def came_float32_14(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -867,10 +1030,28 @@ def came_float32_14(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_float32_14_tile(
+        came_float32_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at,
             at_block, at_row, lane, lr, one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -878,31 +1059,58 @@ def came_float32_14(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        came_float32_14_tile(
+        came_float32_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane,
             live, live_block, live_row, live_col, lr, one_minus_lr_times_weight_decay, True,
         )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        came_float32_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, lr, one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        came_float32_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, lr, one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        came_float32_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, lr, one_minus_lr_times_weight_decay, True,
+        )
 
 
 @triton.jit
-def came_float32_14_flat(
+def came_float32_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
+    columns = tl.load(row + 33)
     per_row = tl.cdiv(columns, 64)
     blocks = numel // columns * per_row
     end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
@@ -915,7 +1123,7 @@ def came_float32_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_float32_14_tile(
+        came_float32_15_tile(
             p_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr,
             at, block, at_row, at_col, live, live_block, live, live, lr, one_minus_lr_times_weight_decay, True,
         )
@@ -927,12 +1135,12 @@ def came_float32_small_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -944,51 +1152,83 @@ def came_float32_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 39, tl.float32, False)
-    numel = tl.load(row + 30)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_float32_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -998,21 +1238,21 @@ def came_float32_small_2(
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_sq_row_ptr = pointer(row + 3, tl.float32, False)
     mat_sum_of_exp_avg_sq_row_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 7, tl.float32, False)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)
     exp_avg_sq_col_ptr = pointer(row + 4, tl.float32, False)
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 8, tl.float32, False)
+    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)
     mat_sum_of_exp_avg_sq_row_over_rows_ptr = pointer(row + 11, tl.float32, False)
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    extent_columns = tl.load(row + 37).to(tl.float32)
-    extent_rows = tl.load(row + 36).to(tl.float32)
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    extent_columns = tl.load(row + 38).to(tl.float32)
+    extent_rows = tl.load(row + 37).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         came_float32_2_round(
@@ -1045,13 +1285,13 @@ def came_float32_small_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1063,49 +1303,87 @@ def came_float32_small_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 27)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_float32_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_float32_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_float32_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 39, tl.float32, False)
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1115,10 +1393,10 @@ def came_float32_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_float32_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -1128,70 +1406,71 @@ def came_float32_small_7(
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     tensor_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
     row_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    extent_elements = tl.load(row + 38).to(tl.float32)
+    one_over_one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, False)
+    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    extent_elements = tl.load(row + 39).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         came_float32_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
         came_float32_8_round(
-            one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-            grad_scale_times_grad_scale, LANES,
+            one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+            clip_threshold, grad_scale_times_grad_scale, LANES,
+        )
+    tl.debug_barrier()  # what one round stores the next ones load
+    if ROUND < 0 or ROUND == 2:
+        came_float32_9_round(
+            row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, first, end, rows, columns,
+            LANES,
         )
 
 
 @triton.jit
-def came_float32_small_9_tile(
-    g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
-    one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+def came_float32_small_10_tile(
+    g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live,
+    live_row, live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = g * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_float32_small_9(
+def came_float32_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, ALIGNED)   # float32 [1]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1203,64 +1482,119 @@ def came_float32_small_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_ptr += top
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float32_small_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, False,
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float32_small_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, True,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_float32_small_9_flat(
+def came_float32_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)     # float32 [1]  read
-    g_mul_term_ptr = pointer(row + 39, tl.float32, False)
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    row_mul_3_ptr = pointer(row + 16, tl.float32, False)              # float32 [rows]  read
+    row_mul_3_mul_term_ptr = pointer(row + 40, tl.float32, False)
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1269,96 +1603,94 @@ def came_float32_small_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_float32_small_9_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_float32_small_10_tile(
+            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
+            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_float32_small_10(
+def came_float32_small_11(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_res_row_ptr = pointer(row + 5, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 18, tl.float32, False)
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 16, tl.float32, False)
+    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 19, tl.float32, False)
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 17, tl.float32, False)
     exp_avg_res_col_ptr = pointer(row + 6, tl.float32, False)
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, False)
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 17, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 20, tl.float32, False)
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, False)
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    extent_columns = tl.load(row + 37).to(tl.float32)
-    extent_rows = tl.load(row + 36).to(tl.float32)
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 18, tl.float32, False)
+    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 21, tl.float32, False)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    extent_columns = tl.load(row + 38).to(tl.float32)
+    extent_rows = tl.load(row + 37).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_float32_10_round(
+        came_float32_11_round(
             exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_float32_11_round(
+        came_float32_12_round(
             exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        came_float32_12_round(
+        came_float32_13_round(
             mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
             columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        came_float32_13_round(
+        came_float32_14_round(
             exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
             rows, columns, LANES,
         )
 
 
 @triton.jit
-def came_float32_small_14_tile(
+def came_float32_small_15_tile(
     p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-    live, live_row, live_col, one_minus_lr_times_weight_decay, minus_lr, MASKED: tl.constexpr,
+    live, live_row, live_col, lr, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_exp_avg_res_col_2 = get(one_over_sqrt_exp_avg_res_col_2_ptr, at_col, live_col, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-    step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, step, p)            # 46  p = p - lr * step
+    # 46  p = p - lr * step
+    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
-def came_float32_small_14(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_float32_small_15(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
+    rows = tl.load(row + 29)
+    columns = tl.load(row + 30)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1370,7 +1702,7 @@ def came_float32_small_14(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1381,38 +1713,74 @@ def came_float32_small_14(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_float32_small_14_tile(
+        came_float32_small_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay,
-            minus_lr, False,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_small_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_small_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
+        )
+        came_float32_small_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane, lr,
+            one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        came_float32_small_14_tile(
+        came_float32_small_15_tile(
             p_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_2_ptr + start,
-            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col,
-            one_minus_lr_times_weight_decay, minus_lr, True,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        came_float32_small_15_tile(
+            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        came_float32_small_15_tile(
+            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        came_float32_small_15_tile(
+            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col, lr,
+            one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
-def came_float32_small_14_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_float32_small_15_flat(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
+    row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [columns]  read
-    height = tl.load(row + 28)
-    width = tl.load(row + 29)
-    numel = tl.load(row + 30)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
+    height = tl.load(row + 29)
+    width = tl.load(row + 30)
+    numel = tl.load(row + 31)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1421,9 +1789,9 @@ def came_float32_small_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_float32_small_14_tile(
+        came_float32_small_15_tile(
             p_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, at_col,
-            live, live, live, one_minus_lr_times_weight_decay, minus_lr, True,
+            live, live, live, lr, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -1434,8 +1802,7 @@ def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    g_mul = g_cast * g_cast
-    return term(g_mul, at, live, MASKED)
+    return term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -1444,12 +1811,12 @@ def came_bfloat16_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1461,51 +1828,83 @@ def came_bfloat16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 32)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 42, tl.float32, False)
+    numel = tl.load(row + 33)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_bfloat16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -1515,21 +1914,21 @@ def came_bfloat16_2(
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)
     mat_sum_of_exp_avg_sq_row_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 9, tl.float32, False)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 10, tl.float32, False)
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 10, tl.float32, False)
+    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 9, tl.float32, False)
     mat_sum_of_exp_avg_sq_row_over_rows_ptr = pointer(row + 13, tl.float32, False)
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    extent_columns = tl.load(row + 39).to(tl.float32)
-    extent_rows = tl.load(row + 38).to(tl.float32)
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
+    extent_columns = tl.load(row + 40).to(tl.float32)
+    extent_rows = tl.load(row + 39).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         came_float32_2_round(
@@ -1558,17 +1957,17 @@ def came_bfloat16_2(
 
 @triton.jit
 def came_bfloat16_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
+    g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live_row,
     live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
+    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1577,13 +1976,13 @@ def came_bfloat16_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 27, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
+    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1595,49 +1994,87 @@ def came_bfloat16_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 30)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 27, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
+    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 42, tl.float32, False)
+    height = tl.load(row + 31)
+    width = tl.load(row + 32)
+    numel = tl.load(row + 33)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1647,10 +2084,10 @@ def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TI
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -1660,38 +2097,46 @@ def came_bfloat16_7(
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     tensor_sum_of_g_ptr = pointer(row + 16, tl.float32, False)
     row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
-    one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    extent_elements = tl.load(row + 40).to(tl.float32)
+    one_over_one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
+    row_mul_3_ptr = pointer(row + 18, tl.float32, False)
+    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
+    extent_elements = tl.load(row + 41).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         came_float32_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
         came_float32_8_round(
-            one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-            grad_scale_times_grad_scale, LANES,
+            one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+            clip_threshold, grad_scale_times_grad_scale, LANES,
+        )
+    tl.debug_barrier()  # what one round stores the next ones load
+    if ROUND < 0 or ROUND == 2:
+        came_float32_9_round(
+            row_mul_3_ptr, one_over_sqrt_row_div_ptr, one_over_one_max_tensor_div_ptr, first, end, rows, columns,
+            LANES,
         )
 
 
 @triton.jit
-def came_bfloat16_9_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col, index, beta1,
-    grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+def came_bfloat16_10_tile(
+    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_block,
+    at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
+    one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
+    index = within(index, g_stored)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1700,22 +2145,19 @@ def came_bfloat16_9_tile(
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # -- update  (specs/came.py)
-    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # -- encode and store
-    g_abs = tl.abs(exp_avg)
+    row_mul_3_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
+    row_mul_3_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, row_mul_3_abs, row_mul_3_mul)), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1724,33 +2166,31 @@ def came_bfloat16_9_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_bfloat16_9(
+def came_bfloat16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 17, tl.float32, ALIGNED)   # float32 [1]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
+    row_mul_3_ptr = pointer(row + 18, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 35).to(tl.int32)
+    pace = (tl.load(row + 38) + 63) // 64 * 64
+    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1763,79 +2203,148 @@ def came_bfloat16_9(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    row_mul_3_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 33), pace, blocks * 64).to(tl.int32)
+    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_bfloat16_9_tile(
+        row_mul_3_mul_term = came_bfloat16_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
+            at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 1))
-        g_mul_terms += tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        g_mul_term = came_bfloat16_9_tile(
+        row_mul_3_mul_term = came_bfloat16_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
+            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
         )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 1), mask=which < height)
-        g_mul_terms += tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_0, [ROWS, 256]), 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_1, [ROWS, 256]), 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_2, [ROWS, 256]), 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_bfloat16_9_flat(
+def came_bfloat16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)     # float32 [1]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
+    row_mul_3_ptr = pointer(row + 18, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 35).to(tl.int32)
+    pace = (tl.load(row + 38) + 63) // 64 * 64
+    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
+    row_mul_3_mul_term_ptr = pointer(row + 42, tl.float32, False)
+    height = tl.load(row + 31)
+    width = tl.load(row + 32)
+    numel = tl.load(row + 33)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
+    columns = tl.load(row + 34)
     per_row = tl.cdiv(columns, 64)
     blocks = numel // columns * per_row
     end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
@@ -1850,64 +2359,64 @@ def came_bfloat16_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_bfloat16_9_tile(
-            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, block, at_row, at_col, live, live_block, live, live, number, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+        row_mul_3_mul_term = came_bfloat16_10_tile(
+            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, block,
+            at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_bfloat16_10(
+def came_bfloat16_11(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
 ):
     """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_res_row_ptr = pointer(row + 7, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 20, tl.float32, False)
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 18, tl.float32, False)
+    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 21, tl.float32, False)
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 19, tl.float32, False)
     exp_avg_res_col_ptr = pointer(row + 8, tl.float32, False)
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 19, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 22, tl.float32, False)
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    extent_columns = tl.load(row + 39).to(tl.float32)
-    extent_rows = tl.load(row + 38).to(tl.float32)
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, False)
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 20, tl.float32, False)
+    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 23, tl.float32, False)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, False)
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
+    extent_columns = tl.load(row + 40).to(tl.float32)
+    extent_rows = tl.load(row + 39).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_float32_10_round(
+        came_float32_11_round(
             exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_float32_11_round(
+        came_float32_12_round(
             exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        came_float32_12_round(
+        came_float32_13_round(
             mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
             columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        came_float32_13_round(
+        came_float32_14_round(
             exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
             rows, columns, LANES,
         )
 
 
 @triton.jit
-def came_bfloat16_14_tile(
+def came_bfloat16_15_tile(
     p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
     one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col,
     index, lr, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
@@ -1919,6 +2428,7 @@ def came_bfloat16_14_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
@@ -1948,24 +2458,24 @@ def came_bfloat16_14_tile(
 
 
 @triton.jit
-def came_bfloat16_14(
+def came_bfloat16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [columns]  read
+    stream_key = tl.load(row + 35).to(tl.int32)
+    pace = (tl.load(row + 38) + 63) // 64 * 64
+    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1978,7 +2488,7 @@ def came_bfloat16_14(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1989,18 +2499,39 @@ def came_bfloat16_14(
     one_over_sqrt_row_div_2_ptr += top
     one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
     at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 33), pace, blocks * 64).to(tl.int32)
+    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_bfloat16_14_tile(
+        came_bfloat16_15_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
             False,
+        )
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
+            lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
+            lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
+            lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -2008,37 +2539,67 @@ def came_bfloat16_14(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        came_bfloat16_14_tile(
+        came_bfloat16_15_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
             True,
         )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
+            lane, live, live_block, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
+            lane, live, live_block, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        came_bfloat16_15_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
+            lane, live, live_block, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
 
 
 @triton.jit
-def came_bfloat16_14_flat(
+def came_bfloat16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [columns]  read
+    stream_key = tl.load(row + 35).to(tl.int32)
+    pace = (tl.load(row + 38) + 63) // 64 * 64
+    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
+    height = tl.load(row + 31)
+    width = tl.load(row + 32)
+    numel = tl.load(row + 33)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
+    columns = tl.load(row + 34)
     per_row = tl.cdiv(columns, 64)
     blocks = numel // columns * per_row
     end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
@@ -2053,7 +2614,7 @@ def came_bfloat16_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_bfloat16_14_tile(
+        came_bfloat16_15_tile(
             p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, block, at_row, at_col, live, live_block, live, live, number, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -2066,12 +2627,12 @@ def came_bfloat16_small_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2083,51 +2644,83 @@ def came_bfloat16_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 31)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_bfloat16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -2136,13 +2729,13 @@ def came_bfloat16_small_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2154,49 +2747,87 @@ def came_bfloat16_small_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 29)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_bfloat16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_bfloat16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 41, tl.float32, False)
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -2206,56 +2837,49 @@ def came_bfloat16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constex
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_bfloat16_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
-def came_bfloat16_small_9_tile(
-    g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
-    one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+def came_bfloat16_small_10_tile(
+    g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live,
+    live_row, live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_bfloat16_small_9(
+def came_bfloat16_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, ALIGNED)   # float32 [1]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    row_mul_3_ptr = pointer(row + 17, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2267,64 +2891,119 @@ def came_bfloat16_small_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_ptr += top
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_bfloat16_small_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, False,
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_bfloat16_small_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, True,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_bfloat16_small_9_flat(
+def came_bfloat16_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)     # float32 [1]  read
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    row_mul_3_ptr = pointer(row + 17, tl.float32, False)              # float32 [rows]  read
+    row_mul_3_mul_term_ptr = pointer(row + 41, tl.float32, False)
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -2333,34 +3012,33 @@ def came_bfloat16_small_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_bfloat16_small_9_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
+            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_bfloat16_small_14_tile(
+def came_bfloat16_small_15_tile(
     p_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at,
-    at_row, at_col, live, live_row, live_col, index, one_minus_lr_times_weight_decay, minus_lr, step_key,
+    at_row, at_col, live, live_row, live_col, index, lr, one_minus_lr_times_weight_decay, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_exp_avg_res_col_2 = get(one_over_sqrt_exp_avg_res_col_2_ptr, at_col, live_col, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/came.py)
-    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-    step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, step, p)            # 46  p = p - lr * step
+    # 46  p = p - lr * step
+    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -2377,23 +3055,23 @@ def came_bfloat16_small_14_tile(
 
 
 @triton.jit
-def came_bfloat16_small_14(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_bfloat16_small_15(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = tl.load(row + 36)
-    begin = tl.load(row + 34) * pace + tl.load(row + 35)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
+    stream_key = tl.load(row + 34).to(tl.int32)
+    pace = tl.load(row + 37)
+    begin = tl.load(row + 35) * pace + tl.load(row + 36)
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2405,7 +3083,7 @@ def came_bfloat16_small_14(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2413,52 +3091,100 @@ def came_bfloat16_small_14(
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_2_ptr += top
     one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    padded = tl.where(columns == tl.load(row + 32), pace, columns).to(tl.int32)
+    padded = tl.where(columns == tl.load(row + 33), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_bfloat16_small_14_tile(
+        came_bfloat16_small_15_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row,
-            lane, before + (start + at_row) * padded, one_minus_lr_times_weight_decay, minus_lr, step_key,
-            stream_key, False,
+            lane, before + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            False,
+        )
+        came_bfloat16_small_15_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane,
+            before + 256 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            False,
+        )
+        came_bfloat16_small_15_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane,
+            before + 512 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            False,
+        )
+        came_bfloat16_small_15_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane,
+            before + 768 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        came_bfloat16_small_14_tile(
+        came_bfloat16_small_15_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live,
-            live_row, live_col, before + (start + at_row) * padded, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, True,
+            live_row, live_col, before + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key,
+            stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        came_bfloat16_small_15_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col,
+            before + 256 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        came_bfloat16_small_15_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col,
+            before + 512 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        came_bfloat16_small_15_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col,
+            before + 768 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            True,
         )
 
 
 @triton.jit
-def came_bfloat16_small_14_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_bfloat16_small_15_flat(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = tl.load(row + 36)
-    begin = tl.load(row + 34) * pace + tl.load(row + 35)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
+    stream_key = tl.load(row + 34).to(tl.int32)
+    pace = tl.load(row + 37)
+    begin = tl.load(row + 35) * pace + tl.load(row + 36)
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
+    columns = tl.load(row + 33)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
@@ -2467,10 +3193,10 @@ def came_bfloat16_small_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_bfloat16_small_14_tile(
+        came_bfloat16_small_15_tile(
             p_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at,
-            at_row, at_col, live, live, live, number, one_minus_lr_times_weight_decay, minus_lr, step_key,
-            stream_key, True,
+            at_row, at_col, live, live, live, number, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            True,
         )
 
 
@@ -2481,8 +3207,7 @@ def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * g_cast
-    return term(g_mul, at, live, MASKED)
+    return term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -2491,12 +3216,12 @@ def came_float16_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2508,66 +3233,98 @@ def came_float16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    numel = tl.load(row + 32)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 42, tl.float32, False)
+    numel = tl.load(row + 33)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_float16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
 def came_float16_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
+    g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live_row,
     live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
+    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2576,13 +3333,13 @@ def came_float16_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 27, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
+    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2594,49 +3351,87 @@ def came_float16_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 29)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 30)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 27, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
+    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 42, tl.float32, False)
+    height = tl.load(row + 31)
+    width = tl.load(row + 32)
+    numel = tl.load(row + 33)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -2646,24 +3441,24 @@ def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_float16_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
-def came_float16_9_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col, index, beta1,
-    grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+def came_float16_10_tile(
+    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_block,
+    at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
+    one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
+    index = within(index, g_stored)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -2672,22 +3467,19 @@ def came_float16_9_tile(
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # -- update  (specs/came.py)
-    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # -- encode and store
-    g_abs = tl.abs(exp_avg)
+    row_mul_3_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
+    row_mul_3_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, row_mul_3_abs, row_mul_3_mul)), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -2696,33 +3488,31 @@ def came_float16_9_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_float16_9(
+def came_float16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 17, tl.float32, ALIGNED)   # float32 [1]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
+    row_mul_3_ptr = pointer(row + 18, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 35).to(tl.int32)
+    pace = (tl.load(row + 38) + 63) // 64 * 64
+    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2735,79 +3525,148 @@ def came_float16_9(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    row_mul_3_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 33), pace, blocks * 64).to(tl.int32)
+    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 4, 64], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float16_9_tile(
+        row_mul_3_mul_term = came_float16_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at,
-            at_block, at_row, lane, at, at_block, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
+            at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 1))
-        g_mul_terms += tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        g_mul_term = came_float16_9_tile(
+        row_mul_3_mul_term = came_float16_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at,
-            at_block, at_row, lane, live, live_block, live_row, live_col,
-            before + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
+            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
         )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
+            at, at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 1), mask=which < height)
-        g_mul_terms += tl.sum(tl.reshape(g_mul_term, [ROWS, 1024]), 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(tl.reshape(row_mul_3_mul_term_0, [ROWS, 256]), 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_0, [ROWS, 256]), 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_1, [ROWS, 256]), 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_2, [ROWS, 256]), 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_float16_9_flat(
+def came_float16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)     # float32 [1]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
+    row_mul_3_ptr = pointer(row + 18, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 35).to(tl.int32)
+    pace = (tl.load(row + 38) + 63) // 64 * 64
+    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
+    row_mul_3_mul_term_ptr = pointer(row + 42, tl.float32, False)
+    height = tl.load(row + 31)
+    width = tl.load(row + 32)
+    numel = tl.load(row + 33)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
+    columns = tl.load(row + 34)
     per_row = tl.cdiv(columns, 64)
     blocks = numel // columns * per_row
     end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
@@ -2822,16 +3681,16 @@ def came_float16_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_float16_9_tile(
-            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, block, at_row, at_col, live, live_block, live, live, number, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+        row_mul_3_mul_term = came_float16_10_tile(
+            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, block,
+            at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_float16_14_tile(
+def came_float16_15_tile(
     p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
     one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col,
     index, lr, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
@@ -2843,6 +3702,7 @@ def came_float16_14_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
     exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
@@ -2850,7 +3710,7 @@ def came_float16_14_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2890,24 +3750,24 @@ def came_float16_14_tile(
 
 
 @triton.jit
-def came_float16_14(
+def came_float16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [columns]  read
+    stream_key = tl.load(row + 35).to(tl.int32)
+    pace = (tl.load(row + 38) + 63) // 64 * 64
+    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
+    rows = tl.load(row + 31)
+    columns = tl.load(row + 32)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2920,7 +3780,7 @@ def came_float16_14(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2931,18 +3791,39 @@ def came_float16_14(
     one_over_sqrt_row_div_2_ptr += top
     one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
     at_block = at_row * blocks.to(tl.int32) + block
-    padded = tl.where(columns == tl.load(row + 33), pace, blocks * 64).to(tl.int32)
+    padded = tl.where(columns == tl.load(row + 34), pace, blocks * 64).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_float16_14_tile(
+        came_float16_15_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
             False,
+        )
+        came_float16_15_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
+            lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        came_float16_15_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
+            lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        came_float16_15_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
+            lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -2950,37 +3831,67 @@ def came_float16_14(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        came_float16_14_tile(
+        came_float16_15_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
             True,
         )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        came_float16_15_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
+            lane, live, live_block, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        came_float16_15_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
+            lane, live, live_block, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        came_float16_15_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
+            lane, live, live_block, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, lr,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
 
 
 @triton.jit
-def came_float16_14_flat(
+def came_float16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
+    row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
-    stream_key = tl.load(row + 34).to(tl.int32)
-    pace = (tl.load(row + 37) + 63) // 64 * 64
-    begin = tl.load(row + 35) * pace + tl.load(row + 36) // 64 * 64
-    height = tl.load(row + 30)
-    width = tl.load(row + 31)
-    numel = tl.load(row + 32)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [columns]  read
+    stream_key = tl.load(row + 35).to(tl.int32)
+    pace = (tl.load(row + 38) + 63) // 64 * 64
+    begin = tl.load(row + 36) * pace + tl.load(row + 37) // 64 * 64
+    height = tl.load(row + 31)
+    width = tl.load(row + 32)
+    numel = tl.load(row + 33)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 33)
+    columns = tl.load(row + 34)
     per_row = tl.cdiv(columns, 64)
     blocks = numel // columns * per_row
     end = tl.minimum(first + TILES, tl.cdiv(blocks, 4))
@@ -2995,7 +3906,7 @@ def came_float16_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_float16_14_tile(
+        came_float16_15_tile(
             p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, block, at_row, at_col, live, live_block, live, live, number, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -3008,12 +3919,12 @@ def came_float16_small_1(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -3025,51 +3936,83 @@ def came_float16_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
     col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
+    g_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    g_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term_0 = g_mul_term * g_mul_term
+        g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
+        g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, tl.sum(g_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 256 + lane, tl.sum(g_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 512 + lane, tl.sum(g_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
 def came_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    numel = tl.load(row + 31)
+    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
+    g_mul_term_ptr = pointer(row + 41, tl.float32, False)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         g_mul_term = came_float16_1_tile(g_ptr, at, live, True)
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
 @triton.jit
@@ -3078,13 +4021,13 @@ def came_float16_small_6(
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, ALIGNED)         # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 26, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -3096,49 +4039,87 @@ def came_float16_small_6(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 28)) + top
-    one_over_sqrt_row_div_ptr += top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 29)) + top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    one_over_sqrt_row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = came_float16_6_tile(
-            g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
+            g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = came_float16_6_tile(
+            g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
+            one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def came_float16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_g_ptr = pointer(row + 25, tl.float32, False)           # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_of_g_ptr = pointer(row + 26, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    row_sum_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 41, tl.float32, False)
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -3148,56 +4129,49 @@ def came_float16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = came_float16_6_tile(
-            g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
+            g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
-def came_float16_small_9_tile(
-    g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
-    one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
+def came_float16_small_10_tile(
+    g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live,
+    live_row, live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    one_max_tensor_div_rcp = 1.0 / one_max_tensor_div
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = grad_scale * g_mul
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    g_mul = g_fma * g_fma
-    return term(g_mul, at, live, MASKED)
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    return term(row_mul_3_fma, at, live, MASKED)
 
 
 @triton.jit
-def came_float16_small_9(
+def came_float16_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, ALIGNED)   # float32 [1]  read
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    row_mul_3_ptr = pointer(row + 17, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -3209,64 +4183,119 @@ def came_float16_small_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 28)) + top
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
-    one_over_sqrt_row_div_ptr += top
     one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
-    g_mul_terms = tl.full([1024], 0.0, tl.float32)
+    row_mul_3_ptr += top
+    row_mul_3_mul_terms_0 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_1 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_2 = tl.full([ROWS, 256], 0.0, tl.float32)
+    row_mul_3_mul_terms_3 = tl.full([ROWS, 256], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float16_small_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
-            grad_scale, one_minus_beta1_times_grad_scale, False,
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, False,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
-        g_mul_terms += tl.sum(g_mul_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float16_small_9_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
+            row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
+            one_minus_beta1_times_grad_scale, True,
         )
+        row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
+        row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
+            live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+        )
+        row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
+        row_mul_3_mul_terms_3 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_3)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
-        g_mul_terms += tl.sum(g_mul_term, 0)
-    lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(row_mul_3_mul_term_0, 1), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, tl.sum(row_mul_3_mul_terms_0, 0), mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 256 + lane, tl.sum(row_mul_3_mul_terms_1, 0), mask=lane < width - 256)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 512 + lane, tl.sum(row_mul_3_mul_terms_2, 0), mask=lane < width - 512)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
 @triton.jit
-def came_float16_small_9_flat(
+def came_float16_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read and written
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 26, tl.float32, False)  # float32 [partial results]  written
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
+    row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
+    col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)     # float32 [1]  read
-    g_mul_term_ptr = pointer(row + 40, tl.float32, False)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    row_mul_3_ptr = pointer(row + 17, tl.float32, False)              # float32 [rows]  read
+    row_mul_3_mul_term_ptr = pointer(row + 41, tl.float32, False)
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -3275,29 +4304,29 @@ def came_float16_small_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        g_mul_term = came_float16_small_9_tile(
-            g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
-            one_minus_beta1_times_grad_scale, True,
+        row_mul_3_mul_term = came_float16_small_10_tile(
+            g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
+            live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        put(g_mul_term_ptr, at, g_mul_term, live, True)
+        put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
 
 
 @triton.jit
-def came_float16_small_14_tile(
+def came_float16_small_15_tile(
     p_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at,
-    at_row, at_col, live, live_row, live_col, index, one_minus_lr_times_weight_decay, minus_lr, step_key,
+    at_row, at_col, live, live_row, live_col, index, lr, one_minus_lr_times_weight_decay, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     one_over_sqrt_exp_avg_res_col_2 = get(one_over_sqrt_exp_avg_res_col_2_ptr, at_col, live_col, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -3306,16 +4335,15 @@ def came_float16_small_14_tile(
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/came.py)
-    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-    step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, step, p)            # 46  p = p - lr * step
+    # 46  p = p - lr * step
+    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)
     # -- encode and store
-    exp_avg_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = exp_avg_bitcast >> 16 & 32768
-    p_magnitude = exp_avg_bitcast & 2147483647
-    exp_avg_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * exp_avg_bitcast
+    one_over_sqrt_row_div_2_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = one_over_sqrt_row_div_2_bitcast >> 16 & 32768
+    p_magnitude = one_over_sqrt_row_div_2_bitcast & 2147483647
+    one_over_sqrt_row_div_2_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * one_over_sqrt_row_div_2_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -3329,7 +4357,7 @@ def came_float16_small_14_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(exp_avg_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(one_over_sqrt_row_div_2_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -3337,23 +4365,23 @@ def came_float16_small_14_tile(
 
 
 @triton.jit
-def came_float16_small_14(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_float16_small_15(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [columns]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = tl.load(row + 36)
-    begin = tl.load(row + 34) * pace + tl.load(row + 35)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
+    stream_key = tl.load(row + 34).to(tl.int32)
+    pace = tl.load(row + 37)
+    begin = tl.load(row + 35) * pace + tl.load(row + 36)
+    rows = tl.load(row + 30)
+    columns = tl.load(row + 31)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -3365,7 +4393,7 @@ def came_float16_small_14(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -3373,52 +4401,100 @@ def came_float16_small_14(
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_2_ptr += top
     one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
-    padded = tl.where(columns == tl.load(row + 32), pace, columns).to(tl.int32)
+    padded = tl.where(columns == tl.load(row + 33), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        came_float16_small_14_tile(
+        came_float16_small_15_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, at, at_row,
-            lane, before + (start + at_row) * padded, one_minus_lr_times_weight_decay, minus_lr, step_key,
-            stream_key, False,
+            lane, before + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            False,
+        )
+        came_float16_small_15_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, at, at_row, lane,
+            before + 256 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            False,
+        )
+        came_float16_small_15_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, at, at_row, lane,
+            before + 512 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            False,
+        )
+        came_float16_small_15_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, at, at_row, lane,
+            before + 768 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        came_float16_small_14_tile(
+        came_float16_small_15_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_row, lane, live,
-            live_row, live_col, before + (start + at_row) * padded, one_minus_lr_times_weight_decay, minus_lr,
-            step_key, stream_key, True,
+            live_row, live_col, before + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key,
+            stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        came_float16_small_15_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            exp_avg_ptr + start * columns + 256, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_row, lane, live, live_row, live_col,
+            before + 256 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        came_float16_small_15_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            exp_avg_ptr + start * columns + 512, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_row, lane, live, live_row, live_col,
+            before + 512 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        came_float16_small_15_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            exp_avg_ptr + start * columns + 768, one_over_sqrt_row_div_2_ptr + start,
+            one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_row, lane, live, live_row, live_col,
+            before + 768 + (start + at_row) * padded, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            True,
         )
 
 
 @triton.jit
-def came_float16_small_14_flat(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+def came_float16_small_15_flat(
+    table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
+    row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, False)                 # float32 [n]  read
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [columns]  read
-    stream_key = tl.load(row + 33).to(tl.int32)
-    pace = tl.load(row + 36)
-    begin = tl.load(row + 34) * pace + tl.load(row + 35)
-    height = tl.load(row + 29)
-    width = tl.load(row + 30)
-    numel = tl.load(row + 31)
+    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
+    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
+    stream_key = tl.load(row + 34).to(tl.int32)
+    pace = tl.load(row + 37)
+    begin = tl.load(row + 35) * pace + tl.load(row + 36)
+    height = tl.load(row + 30)
+    width = tl.load(row + 31)
+    numel = tl.load(row + 32)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 32)
+    columns = tl.load(row + 33)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
@@ -3427,10 +4503,10 @@ def came_float16_small_14_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        came_float16_small_14_tile(
+        came_float16_small_15_tile(
             p_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, at,
-            at_row, at_col, live, live, live, number, one_minus_lr_times_weight_decay, minus_lr, step_key,
-            stream_key, True,
+            at_row, at_col, live, live, live, number, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
+            True,
         )
 
 
@@ -3449,7 +4525,7 @@ def came_float32_no_factored_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -3459,7 +4535,7 @@ def came_float32_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -3499,7 +4575,7 @@ def came_float32_no_factored_1(
                 g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -3517,7 +4593,7 @@ def came_float32_no_factored_1(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -3525,7 +4601,7 @@ def came_float32_no_factored_1(
                 g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -3535,7 +4611,7 @@ def came_float32_no_factored_1(
                     g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -3548,26 +4624,27 @@ def came_float32_no_factored_2(
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_max_tensor_div_ptr = pointer(row + 7, tl.float32, False)
+    one_over_one_max_tensor_div_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 20).to(tl.float32)
     came_float32_8_round(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-        grad_scale_times_grad_scale, LANES,
+        one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def came_float32_no_factored_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
+    one_over_one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -3576,11 +4653,10 @@ def came_float32_no_factored_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -3596,19 +4672,19 @@ def came_float32_no_factored_3_tile(
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * reciprocal(g_sqrt) * (1.0 / one_max_tensor_div), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(g_sqrt), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     p = one_minus_lr_times_weight_decay * p                           # 45  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, exp_avg, p)                                  # 46  p = p - lr * step
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    one_over_one_max_tensor_div_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    one_over_one_max_tensor_div_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_over_one_max_tensor_div_abs, one_over_one_max_tensor_div_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -3617,7 +4693,7 @@ def came_float32_no_factored_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -3656,7 +4732,7 @@ def came_float32_no_factored_3(
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_max_tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
     columns = tl.load(row + 13)
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -3682,7 +4758,7 @@ def came_float32_no_factored_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             came_float32_no_factored_3_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
@@ -3706,8 +4782,8 @@ def came_float32_no_factored_3(
                 came_float32_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_max_tensor_div_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_one_max_tensor_div_ptr, at, at_block,
+                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -3716,10 +4792,10 @@ def came_float32_no_factored_3(
         if start + TILE <= count:
             came_float32_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_max_tensor_div_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, False,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_over_one_max_tensor_div_ptr, at,
+                at_block, at, at_block, before + start + (at & -8) | at & 7, eps1, beta1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3729,10 +4805,10 @@ def came_float32_no_factored_3(
                 came_float32_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_max_tensor_div_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                    stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3751,7 +4827,7 @@ def came_float32_no_factored_small_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -3783,7 +4859,7 @@ def came_float32_no_factored_small_1(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -3791,7 +4867,7 @@ def came_float32_no_factored_small_1(
             g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
             False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -3800,7 +4876,7 @@ def came_float32_no_factored_small_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -3813,39 +4889,40 @@ def came_float32_no_factored_small_2(
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
+    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 18).to(tl.float32)
     came_float32_8_round(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-        grad_scale_times_grad_scale, LANES,
+        one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def came_float32_no_factored_small_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-    lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live, eps1, beta1, beta2,
+    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)         # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq)) * (1.0 / one_max_tensor_div)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
     # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg)))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -3856,9 +4933,9 @@ def came_float32_no_factored_small_3_tile(
 def came_float32_no_factored_small_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_beta1: tl.float32,
-    lr_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
+    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -3869,7 +4946,7 @@ def came_float32_no_factored_small_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -3885,26 +4962,28 @@ def came_float32_no_factored_small_3(
         for odd in tl.static_range(2):
             came_float32_no_factored_small_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         came_float32_no_factored_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, one_max_tensor_div_ptr, at,
-            at, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-            lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+            lr_times_beta1, one_minus_lr_times_weight_decay, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             came_float32_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, one_max_tensor_div_ptr, few,
-                live, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+                lr_times_beta1, one_minus_lr_times_weight_decay, True,
             )
 
 
@@ -3923,7 +5002,7 @@ def came_bfloat16_no_factored_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -3934,7 +5013,7 @@ def came_bfloat16_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -3974,7 +5053,7 @@ def came_bfloat16_no_factored_1(
                 g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -3992,7 +5071,7 @@ def came_bfloat16_no_factored_1(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -4000,7 +5079,7 @@ def came_bfloat16_no_factored_1(
                 g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -4010,7 +5089,7 @@ def came_bfloat16_no_factored_1(
                     g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -4023,26 +5102,27 @@ def came_bfloat16_no_factored_2(
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_max_tensor_div_ptr = pointer(row + 8, tl.float32, False)
+    one_over_one_max_tensor_div_ptr = pointer(row + 8, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 21).to(tl.float32)
     came_float32_8_round(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-        grad_scale_times_grad_scale, LANES,
+        one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def came_bfloat16_no_factored_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
+    one_over_one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -4051,11 +5131,10 @@ def came_bfloat16_no_factored_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -4075,7 +5154,7 @@ def came_bfloat16_no_factored_3_tile(
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * reciprocal(g_sqrt) * (1.0 / one_max_tensor_div), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(g_sqrt), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = one_minus_lr_times_weight_decay * p
     p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
@@ -4092,15 +5171,15 @@ def came_bfloat16_no_factored_3_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    one_over_one_max_tensor_div_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    one_over_one_max_tensor_div_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_over_one_max_tensor_div_abs, one_over_one_max_tensor_div_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -4140,7 +5219,7 @@ def came_bfloat16_no_factored_3(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_max_tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 13)
     columns = tl.load(row + 14)
     stream_key = tl.load(row + 15).to(tl.int32)
@@ -4166,7 +5245,7 @@ def came_bfloat16_no_factored_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             came_bfloat16_no_factored_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
@@ -4192,9 +5271,10 @@ def came_bfloat16_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4202,8 +5282,8 @@ def came_bfloat16_no_factored_3(
             came_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, eps1, beta1,
-                beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, eps1,
+                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -4214,10 +5294,10 @@ def came_bfloat16_no_factored_3(
                 came_bfloat16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_max_tensor_div_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                    stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -4237,7 +5317,7 @@ def came_bfloat16_no_factored_small_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -4269,7 +5349,7 @@ def came_bfloat16_no_factored_small_1(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -4277,7 +5357,7 @@ def came_bfloat16_no_factored_small_1(
             g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
             False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -4286,7 +5366,7 @@ def came_bfloat16_no_factored_small_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -4299,23 +5379,23 @@ def came_bfloat16_no_factored_small_2(
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
+    one_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     extent_elements = tl.load(row + 19).to(tl.float32)
     came_float32_8_round(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-        grad_scale_times_grad_scale, LANES,
+        one_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def came_bfloat16_no_factored_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_max_tensor_div_ptr, at, live, index, eps1,
-    beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-    lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live,
+    index, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+    one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4323,20 +5403,20 @@ def came_bfloat16_no_factored_small_3_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     g_cast = widened(g_stored)
     square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq)) * (1.0 / one_max_tensor_div)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
     # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg)))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -4358,9 +5438,9 @@ def came_bfloat16_no_factored_small_3_tile(
 def came_bfloat16_no_factored_small_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_beta1: tl.float32,
-    lr_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
+    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -4372,7 +5452,7 @@ def came_bfloat16_no_factored_small_3(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_max_tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     stream_key = tl.load(row + 13).to(tl.int32)
     pace = tl.load(row + 16)
@@ -4388,10 +5468,10 @@ def came_bfloat16_no_factored_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             came_bfloat16_no_factored_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_max_tensor_div_ptr, where, live, number,
-                eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, where, live,
+                number, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+                one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -4409,19 +5489,21 @@ def came_bfloat16_no_factored_small_3(
             for odd in tl.static_range(2):
                 came_bfloat16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_max_tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                    lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
+                    at, at, before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             came_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_max_tensor_div_ptr, at, at, before + start + (at & -8) | at & 7, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                one_over_one_max_tensor_div_ptr, at, at, before + start + (at & -8) | at & 7, eps1, beta1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4429,9 +5511,10 @@ def came_bfloat16_no_factored_small_3(
                 live = few < count - start
                 came_bfloat16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_max_tensor_div_ptr, few, live, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                    lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    one_over_one_max_tensor_div_ptr, few, live, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
+                    stream_key, True,
                 )
 
 
@@ -4450,7 +5533,7 @@ def came_float16_no_factored_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -4461,7 +5544,7 @@ def came_float16_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -4501,7 +5584,7 @@ def came_float16_no_factored_1(
                 g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -4519,7 +5602,7 @@ def came_float16_no_factored_1(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -4527,7 +5610,7 @@ def came_float16_no_factored_1(
                 g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -4537,19 +5620,20 @@ def came_float16_no_factored_1(
                     g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def came_float16_no_factored_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
+    one_over_one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
@@ -4558,11 +5642,10 @@ def came_float16_no_factored_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -4573,7 +5656,7 @@ def came_float16_no_factored_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4589,16 +5672,16 @@ def came_float16_no_factored_3_tile(
     g_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * reciprocal(g_sqrt) * (1.0 / one_max_tensor_div), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(g_sqrt), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = one_minus_lr_times_weight_decay * p
     p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
     # -- encode and store
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    one_over_one_max_tensor_div_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = one_over_one_max_tensor_div_bitcast >> 16 & 32768
+    p_magnitude = one_over_one_max_tensor_div_bitcast & 2147483647
+    one_over_one_max_tensor_div_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * one_over_one_max_tensor_div_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -4612,20 +5695,20 @@ def came_float16_no_factored_3_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(one_over_one_max_tensor_div_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    one_over_one_max_tensor_div_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    one_over_one_max_tensor_div_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_over_one_max_tensor_div_abs, one_over_one_max_tensor_div_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -4665,7 +5748,7 @@ def came_float16_no_factored_3(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_max_tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 13)
     columns = tl.load(row + 14)
     stream_key = tl.load(row + 15).to(tl.int32)
@@ -4691,7 +5774,7 @@ def came_float16_no_factored_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             came_float16_no_factored_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
@@ -4717,9 +5800,10 @@ def came_float16_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4727,8 +5811,8 @@ def came_float16_no_factored_3(
             came_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, eps1, beta1,
-                beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, eps1,
+                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -4739,10 +5823,10 @@ def came_float16_no_factored_3(
                 came_float16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_max_tensor_div_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                    stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -4762,7 +5846,7 @@ def came_float16_no_factored_small_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -4794,7 +5878,7 @@ def came_float16_no_factored_small_1(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -4802,7 +5886,7 @@ def came_float16_no_factored_small_1(
             g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
             False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -4811,23 +5895,23 @@ def came_float16_no_factored_small_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def came_float16_no_factored_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_max_tensor_div_ptr, at, live, index, eps1,
-    beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-    lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, at, live,
+    index, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+    one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4835,20 +5919,20 @@ def came_float16_no_factored_small_3_tile(
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    one_over_one_max_tensor_div = tl.load(one_over_one_max_tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    one_max_tensor_div = tl.load(one_max_tensor_div_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     g_cast = g_stored.to(tl.float32)
     square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
-    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq)) * (1.0 / one_max_tensor_div)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
     # 46  p = p - lr * step
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale, g_mul, lr_times_beta1 * exp_avg)))
+    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, lr_times_beta1 * exp_avg)))
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -4881,9 +5965,9 @@ def came_float16_no_factored_small_3_tile(
 def came_float16_no_factored_small_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, lr_times_beta1: tl.float32,
-    lr_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, lr_times_one_minus_beta1_times_grad_scale: tl.float32,
+    lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -4895,7 +5979,7 @@ def came_float16_no_factored_small_3(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_max_tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [1]  read
+    one_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     stream_key = tl.load(row + 13).to(tl.int32)
     pace = tl.load(row + 16)
@@ -4911,10 +5995,10 @@ def came_float16_no_factored_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             came_float16_no_factored_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_max_tensor_div_ptr, where, live, number,
-                eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_beta1, lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, where, live,
+                number, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+                one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1,
+                one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -4932,19 +6016,21 @@ def came_float16_no_factored_small_3(
             for odd in tl.static_range(2):
                 came_float16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_max_tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                    lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
+                    at, at, before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             came_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_max_tensor_div_ptr, at, at, before + start + (at & -8) | at & 7, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                one_over_one_max_tensor_div_ptr, at, at, before + start + (at & -8) | at & 7, eps1, beta1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4952,9 +6038,10 @@ def came_float16_no_factored_small_3(
                 live = few < count - start
                 came_float16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_max_tensor_div_ptr, few, live, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_beta1,
-                    lr_times_one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    one_over_one_max_tensor_div_ptr, few, live, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
+                    stream_key, True,
                 )
 
 
@@ -4994,54 +6081,54 @@ OPTIONS = {
 WARPS = {
     "came_float32_1": 1,
     "came_float32_6": 1,
-    "came_float32_9": 4,
-    "came_float32_14": 4,
+    "came_float32_10": 1,
+    "came_float32_15": 1,
     "came_float32_small_1": 1,
     "came_float32_small_6": 1,
-    "came_float32_small_9": 4,
-    "came_float32_small_14": 4,
+    "came_float32_small_10": 1,
+    "came_float32_small_15": 1,
     "came_bfloat16_1": 1,
     "came_bfloat16_6": 1,
-    "came_bfloat16_9": 4,
-    "came_bfloat16_14": 4,
+    "came_bfloat16_10": 1,
+    "came_bfloat16_15": 1,
     "came_bfloat16_small_1": 1,
     "came_bfloat16_small_6": 1,
-    "came_bfloat16_small_9": 4,
-    "came_bfloat16_small_14": 4,
+    "came_bfloat16_small_10": 1,
+    "came_bfloat16_small_15": 1,
     "came_float16_1": 1,
     "came_float16_6": 1,
-    "came_float16_9": 4,
-    "came_float16_14": 4,
+    "came_float16_10": 1,
+    "came_float16_15": 1,
     "came_float16_small_1": 1,
     "came_float16_small_6": 1,
-    "came_float16_small_9": 4,
-    "came_float16_small_14": 4,
+    "came_float16_small_10": 1,
+    "came_float16_small_15": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
-    "came_float32_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_float32_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_float32_6": {'row_sum_of_g': 0},
-    "came_float32_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_float32_14": {},
-    "came_float32_small_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_float32_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_float32_15": {},
+    "came_float32_small_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_float32_small_6": {'row_sum_of_g': 0},
-    "came_float32_small_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_float32_small_14": {},
-    "came_bfloat16_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_float32_small_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_float32_small_15": {},
+    "came_bfloat16_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_bfloat16_6": {'row_sum_of_g': 0},
-    "came_bfloat16_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_bfloat16_14": {},
-    "came_bfloat16_small_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_bfloat16_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_bfloat16_15": {},
+    "came_bfloat16_small_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_bfloat16_small_6": {'row_sum_of_g': 0},
-    "came_bfloat16_small_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_bfloat16_small_14": {},
-    "came_float16_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_bfloat16_small_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_bfloat16_small_15": {},
+    "came_float16_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_float16_6": {'row_sum_of_g': 0},
-    "came_float16_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_float16_14": {},
-    "came_float16_small_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
+    "came_float16_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_float16_15": {},
+    "came_float16_small_1": {'col_sum_for_exp_avg_sq_col': 0, 'row_sum_for_exp_avg_sq_row': 0},
     "came_float16_small_6": {'row_sum_of_g': 0},
-    "came_float16_small_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
-    "came_float16_small_14": {},
+    "came_float16_small_10": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
+    "came_float16_small_15": {},
 }

@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   28 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -64,21 +64,20 @@ struct cautious_adamw_float32_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {5, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [tensor]  written
-        float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (float *)at[0];
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_of_agrees_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_agrees = load(tensor_sum_of_agrees_at + i);
-            store(tensor_sum_of_agrees_over_elements_max_0p001_at + i, max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
+            store(tensor_div_at + i, 1.0f / max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
         }
     }
 };
@@ -95,18 +94,17 @@ struct cautious_adamw_float32_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const F beta1(known.scalars[0]);
         const F beta2(known.scalars[3]);
         const F grad_scale(known.scalars[1]);
@@ -115,7 +113,7 @@ struct cautious_adamw_float32_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/cautious_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -128,13 +126,11 @@ struct cautious_adamw_float32_3 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
             const F agrees = where(0.0f < sign(exp_avg_2) * sign(g_2), F(1.0f), F(0.0f));
-            // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-            const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 20  p = decoupled(p, lr, weight_decay)
             // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-            const F p_3 = fma(-(scale * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const F p_3 = fma(-(tensor_div * (agrees * exp_avg_2)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -192,18 +188,17 @@ struct cautious_adamw_bfloat16_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const F beta1(known.scalars[0]);
         const F beta2(known.scalars[3]);
         const F grad_scale(known.scalars[1]);
@@ -212,7 +207,7 @@ struct cautious_adamw_bfloat16_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update, encode  (specs/cautious_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -222,18 +217,16 @@ struct cautious_adamw_bfloat16_3 {
             const F g = grad_scale * g_cast;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                          // bf16, nearest
+            const F p = widened(p_stored);                      // bf16, nearest
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
             const F agrees = where(0.0f < sign(exp_avg_2) * sign(g), F(1.0f), F(0.0f));
-            // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-            const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
             // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-            const F p_3 = fma(-(scale * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const F p_3 = fma(-(tensor_div * (agrees * exp_avg_2)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -255,18 +248,17 @@ struct cautious_adamw_float16_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const F beta1(known.scalars[0]);
         const F beta2(known.scalars[3]);
         const F grad_scale(known.scalars[1]);
@@ -275,7 +267,7 @@ struct cautious_adamw_float16_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/cautious_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -285,18 +277,16 @@ struct cautious_adamw_float16_3 {
             const F g = grad_scale * g_cast;
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                       // f16, nearest
+            const F p = widen_half(p_stored);                   // f16, nearest
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
             const F agrees = where(0.0f < sign(exp_avg_2) * sign(g), F(1.0f), F(0.0f));
-            // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-            const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
             // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-            const F p_3 = fma(-(scale * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const F p_3 = fma(-(tensor_div * (agrees * exp_avg_2)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -315,7 +305,7 @@ struct cautious_adamw_float32 {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {
@@ -336,7 +326,7 @@ struct cautious_adamw_bfloat16 {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {
@@ -357,7 +347,7 @@ struct cautious_adamw_float16 {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {

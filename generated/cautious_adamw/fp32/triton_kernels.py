@@ -13,7 +13,7 @@
 #     exp_avg_sq  4 B  f32
 #                 exact; every f32
 #   traffic   28 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -89,23 +89,19 @@ def cautious_adamw_float32_1(
 
 
 @triton.jit
-def cautious_adamw_float32_2_values(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-):
+def cautious_adamw_float32_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements):
     """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(tensor_div_ptr, 1.0 / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def cautious_adamw_float32_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
+    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns,
+    LANES: tl.constexpr,
 ):
     """All values of the tensor."""
-    cautious_adamw_float32_2_values(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-    )
+    cautious_adamw_float32_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements)
 
 
 @triton.jit
@@ -115,29 +111,28 @@ def cautious_adamw_float32_2(table, work, LANES: tl.constexpr):
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 5, tl.float32, False)
+    tensor_div_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_of_agrees_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 18).to(tl.float32)
     cautious_adamw_float32_2_round(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-        rows, columns, LANES,
+        tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def cautious_adamw_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, live,
-    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, at, live, beta1, beta2, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g_2 = grad_scale * g
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/cautious_adamw.py)
@@ -145,13 +140,11 @@ def cautious_adamw_float32_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                                 # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -173,7 +166,7 @@ def cautious_adamw_float32_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -189,26 +182,25 @@ def cautious_adamw_float32_3(
         for odd in tl.static_range(2):
             cautious_adamw_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, False,
+                exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         cautious_adamw_float32_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, at, at, beta1,
+            beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            scalar_4, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             cautious_adamw_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, live, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
+                beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, True,
             )
 
 
@@ -281,17 +273,17 @@ def cautious_adamw_bfloat16_1(
 
 @triton.jit
 def cautious_adamw_bfloat16_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, live,
-    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, at, live, beta1, beta2, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
@@ -300,13 +292,11 @@ def cautious_adamw_bfloat16_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                                # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                             # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -330,7 +320,7 @@ def cautious_adamw_bfloat16_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -346,26 +336,25 @@ def cautious_adamw_bfloat16_3(
         for odd in tl.static_range(2):
             cautious_adamw_bfloat16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, False,
+                exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         cautious_adamw_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, at, at, beta1,
+            beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            scalar_4, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             cautious_adamw_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, live, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
+                beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, True,
             )
 
 
@@ -438,17 +427,17 @@ def cautious_adamw_float16_1(
 
 @triton.jit
 def cautious_adamw_float16_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, live,
-    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, at, live, beta1, beta2, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
@@ -457,13 +446,11 @@ def cautious_adamw_float16_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                                # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                             # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -485,7 +472,7 @@ def cautious_adamw_float16_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -501,26 +488,25 @@ def cautious_adamw_float16_3(
         for odd in tl.static_range(2):
             cautious_adamw_float16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, False,
+                exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         cautious_adamw_float16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, at, at, beta1,
+            beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            scalar_4, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             cautious_adamw_float16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, live, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
+                beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, True,
             )
 
 

@@ -77,11 +77,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_agrees_over_elements_max_0p001", "tensor"),
+            Temp("tensor_div", "tensor"),
         ),
         stages=(
             Stage("cautious_adamw_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=64),
-            Stage("cautious_adamw_float32_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_float32_2", "tensor", 1, (), temps=('tensor_div',), matrices=False, block=1),
             Stage("cautious_adamw_float32_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -107,11 +107,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_agrees_over_elements_max_0p001", "tensor"),
+            Temp("tensor_div", "tensor"),
         ),
         stages=(
             Stage("cautious_adamw_float32_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_adamw_float32_small_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_float32_small_2", "tensor", 1, (), temps=('tensor_div',), matrices=False, block=1),
             Stage("cautious_adamw_float32_small_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -140,11 +140,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_agrees_over_elements_max_0p001", "tensor"),
+            Temp("tensor_div", "tensor"),
         ),
         stages=(
             Stage("cautious_adamw_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=64),
-            Stage("cautious_adamw_bfloat16_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_bfloat16_2", "tensor", 1, (), temps=('tensor_div',), matrices=False, block=1),
             Stage("cautious_adamw_bfloat16_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -171,11 +171,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_agrees_over_elements_max_0p001", "tensor"),
+            Temp("tensor_div", "tensor"),
         ),
         stages=(
             Stage("cautious_adamw_bfloat16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_adamw_bfloat16_small_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_bfloat16_small_2", "tensor", 1, (), temps=('tensor_div',), matrices=False, block=1),
             Stage("cautious_adamw_bfloat16_small_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -204,11 +204,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_agrees_over_elements_max_0p001", "tensor"),
+            Temp("tensor_div", "tensor"),
         ),
         stages=(
             Stage("cautious_adamw_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=64),
-            Stage("cautious_adamw_bfloat16_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_bfloat16_2", "tensor", 1, (), temps=('tensor_div',), matrices=False, block=1),
             Stage("cautious_adamw_float16_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -235,11 +235,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_agrees", "tensor", "tensor_sum", "elem"),
-            Temp("tensor_sum_of_agrees_over_elements_max_0p001", "tensor"),
+            Temp("tensor_div", "tensor"),
         ),
         stages=(
             Stage("cautious_adamw_float16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_adamw_bfloat16_small_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_bfloat16_small_2", "tensor", 1, (), temps=('tensor_div',), matrices=False, block=1),
             Stage("cautious_adamw_float16_small_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),

@@ -13,7 +13,7 @@
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 //                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   16.1875 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -83,7 +83,7 @@ struct cautious_adamw_float32_1 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g_2 = grad_scale * g;
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -104,21 +104,20 @@ struct cautious_adamw_float32_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [tensor]  written
-        float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (float *)at[0];
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_of_agrees_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_agrees = load(tensor_sum_of_agrees_at + i);
-            store(tensor_sum_of_agrees_over_elements_max_0p001_at + i, max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
+            store(tensor_div_at + i, 1.0f / max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
         }
     }
 };
@@ -137,7 +136,7 @@ struct cautious_adamw_float32_3 {
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_div
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -148,15 +147,14 @@ struct cautious_adamw_float32_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[6];
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];             // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];          // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];    // int16 [blocks of 64]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
@@ -167,7 +165,7 @@ struct cautious_adamw_float32_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -237,7 +235,7 @@ struct cautious_adamw_float32_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -270,11 +268,9 @@ struct cautious_adamw_float32_3 {
                 const F p = load(p_at + i);
                 // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
                 const F agrees = where(0.0f < sign(exp_avg) * sign(g_2), F(1.0f), F(0.0f));
-                // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-                const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
-                const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
                 // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-                const F p_3 = fma(-(scale * exp_avg), 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const F p_3 = fma(-(tensor_div * (agrees * exp_avg)), 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 store(p_at + i, p_3);
             }
         }
@@ -408,21 +404,20 @@ struct cautious_adamw_float32_small_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {5, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [tensor]  written
-        float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (float *)at[0];
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_of_agrees_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_agrees = load(tensor_sum_of_agrees_at + i);
-            store(tensor_sum_of_agrees_over_elements_max_0p001_at + i, max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
+            store(tensor_div_at + i, 1.0f / max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
         }
     }
 };
@@ -439,18 +434,17 @@ struct cautious_adamw_float32_small_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const F beta1(known.scalars[0]);
         const F beta2(known.scalars[3]);
         const F grad_scale(known.scalars[1]);
@@ -459,7 +453,7 @@ struct cautious_adamw_float32_small_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/cautious_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -472,13 +466,11 @@ struct cautious_adamw_float32_small_3 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
             const F agrees = where(0.0f < sign(exp_avg_2) * sign(g_2), F(1.0f), F(0.0f));
-            // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-            const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 20  p = decoupled(p, lr, weight_decay)
             // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-            const F p_3 = fma(-(scale * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const F p_3 = fma(-(tensor_div * (agrees * exp_avg_2)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -551,7 +543,7 @@ struct cautious_adamw_bfloat16_1 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g = grad_scale * g_cast;
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -572,21 +564,20 @@ struct cautious_adamw_bfloat16_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {8, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {8, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [tensor]  written
-        float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (float *)at[0];
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_of_agrees_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_agrees = load(tensor_sum_of_agrees_at + i);
-            store(tensor_sum_of_agrees_over_elements_max_0p001_at + i, max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
+            store(tensor_div_at + i, 1.0f / max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
         }
     }
 };
@@ -606,7 +597,7 @@ struct cautious_adamw_bfloat16_3 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_div
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -617,16 +608,15 @@ struct cautious_adamw_bfloat16_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[7];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
@@ -637,7 +627,7 @@ struct cautious_adamw_bfloat16_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -709,7 +699,7 @@ struct cautious_adamw_bfloat16_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -743,14 +733,12 @@ struct cautious_adamw_bfloat16_3 {
                 const F g = grad_scale * g_cast;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);       // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
                 const F agrees = where(0.0f < sign(exp_avg) * sign(g), F(1.0f), F(0.0f));
-                // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-                const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
-                const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
                 // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-                const F p_3 = fma(-(scale * exp_avg), 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const F p_3 = fma(-(tensor_div * (agrees * exp_avg)), 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
@@ -887,21 +875,20 @@ struct cautious_adamw_bfloat16_small_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [tensor]  written
-        float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (float *)at[0];
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_of_agrees_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_agrees = load(tensor_sum_of_agrees_at + i);
-            store(tensor_sum_of_agrees_over_elements_max_0p001_at + i, max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
+            store(tensor_div_at + i, 1.0f / max(F(0.0010000000474974513f), tensor_sum_of_agrees / F(extent[2])));
         }
     }
 };
@@ -919,19 +906,18 @@ struct cautious_adamw_bfloat16_small_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {6, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[5];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];              // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
@@ -942,7 +928,7 @@ struct cautious_adamw_bfloat16_small_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -970,18 +956,16 @@ struct cautious_adamw_bfloat16_small_3 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);       // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
             const F agrees = where(0.0f < sign(exp_avg_2) * sign(g), F(1.0f), F(0.0f));
-            // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-            const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
             // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-            const F p_3 = fma(-(scale * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const F p_3 = fma(-(tensor_div * (agrees * exp_avg_2)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1009,7 +993,7 @@ struct cautious_adamw_float16_3 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_div
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1020,16 +1004,15 @@ struct cautious_adamw_float16_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[7];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
@@ -1040,7 +1023,7 @@ struct cautious_adamw_float16_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1112,7 +1095,7 @@ struct cautious_adamw_float16_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1147,7 +1130,7 @@ struct cautious_adamw_float16_3 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1157,22 +1140,20 @@ struct cautious_adamw_float16_3 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
                 const F agrees = where(0.0f < sign(exp_avg) * sign(g), F(1.0f), F(0.0f));
-                // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-                const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
-                const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
                 // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-                const F p_3 = fma(-(scale * exp_avg), 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
+                const F p_3 = fma(-(tensor_div * (agrees * exp_avg)), 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const I tensor_div_bitcast = bits(p_3);
+                const I p_sign = tensor_div_bitcast >> 16 & 32768;
+                const I p_magnitude = tensor_div_bitcast & 2147483647;
+                const F tensor_div_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * tensor_div_bitcast_2;
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
                 const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_wide_2 = where(tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -1277,19 +1258,18 @@ struct cautious_adamw_float16_small_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {6, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_agrees_over_elements_max_0p001_at = (const float *)at[5];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];              // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
@@ -1300,7 +1280,7 @@ struct cautious_adamw_float16_small_3 {
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
         const F scalar_4(known.scalars[7]);
-        const F tensor_sum_of_agrees_over_elements_max_0p001 = F(*tensor_sum_of_agrees_over_elements_max_0p001_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1329,7 +1309,7 @@ struct cautious_adamw_float16_small_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1341,18 +1321,16 @@ struct cautious_adamw_float16_small_3 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
             const F agrees = where(0.0f < sign(exp_avg_2) * sign(g), F(1.0f), F(0.0f));
-            // 24  scale = agrees / maximum(mean(agrees), 1e-3)
-            const F scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001;
             // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
             // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-            const F p_3 = fma(-(scale * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const F p_3 = fma(-(tensor_div * (agrees * exp_avg_2)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const I tensor_div_bitcast = bits(p_3);
+            const I p_sign = tensor_div_bitcast >> 16 & 32768;
+            const I p_magnitude = tensor_div_bitcast & 2147483647;
+            const F tensor_div_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * tensor_div_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1361,7 +1339,7 @@ struct cautious_adamw_float16_small_3 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -1385,7 +1363,7 @@ struct cautious_adamw_float32 {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {
@@ -1406,7 +1384,7 @@ struct cautious_adamw_float32_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {
@@ -1430,7 +1408,7 @@ struct cautious_adamw_bfloat16 {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {
@@ -1452,7 +1430,7 @@ struct cautious_adamw_bfloat16_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {
@@ -1476,7 +1454,7 @@ struct cautious_adamw_float16 {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {
@@ -1498,7 +1476,7 @@ struct cautious_adamw_float16_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_sum_of_agrees_over_elements_max_0p001
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
     };
     static constexpr Stage STAGES[] = {

@@ -13,13 +13,13 @@
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 #                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   16.1875 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, sign, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, sign, term, widened
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def cautious_adamw_float32_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g_2 = grad_scale * g
     # -- update  (specs/cautious_adamw.py)
@@ -142,23 +142,19 @@ def cautious_adamw_float32_1(
 
 
 @triton.jit
-def cautious_adamw_float32_2_values(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-):
+def cautious_adamw_float32_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements):
     """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(tensor_div_ptr, 1.0 / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def cautious_adamw_float32_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
+    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns,
+    LANES: tl.constexpr,
 ):
     """All values of the tensor."""
-    cautious_adamw_float32_2_values(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-    )
+    cautious_adamw_float32_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements)
 
 
 @triton.jit
@@ -168,26 +164,26 @@ def cautious_adamw_float32_2(table, work, LANES: tl.constexpr):
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 7, tl.float32, False)
+    tensor_div_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 20).to(tl.float32)
     cautious_adamw_float32_2_round(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-        rows, columns, LANES,
+        tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def cautious_adamw_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, tensor_div_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
@@ -203,10 +199,9 @@ def cautious_adamw_float32_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g_2 = grad_scale * g
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
@@ -216,14 +211,12 @@ def cautious_adamw_float32_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                                # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                       # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
@@ -263,7 +256,7 @@ def cautious_adamw_float32_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -285,7 +278,7 @@ def cautious_adamw_float32_3(
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 12)
     columns = tl.load(row + 13)
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -310,10 +303,9 @@ def cautious_adamw_float32_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             cautious_adamw_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, where, block, live, live_block, number, beta1, beta2,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, tensor_div_ptr,
+                where, block, live, live_block, number, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -335,8 +327,7 @@ def cautious_adamw_float32_3(
                 cautious_adamw_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, at, at_block,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
@@ -346,8 +337,7 @@ def cautious_adamw_float32_3(
         if start + TILE <= count:
             cautious_adamw_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, at, at_block,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
                 before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
@@ -359,10 +349,10 @@ def cautious_adamw_float32_3(
                 cautious_adamw_float32_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
+                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -439,29 +429,28 @@ def cautious_adamw_float32_small_2(table, work, LANES: tl.constexpr):
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 5, tl.float32, False)
+    tensor_div_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_of_agrees_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 18).to(tl.float32)
     cautious_adamw_float32_2_round(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-        rows, columns, LANES,
+        tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def cautious_adamw_float32_small_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, live,
-    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, at, live, beta1, beta2, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g_2 = grad_scale * g
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/cautious_adamw.py)
@@ -469,13 +458,11 @@ def cautious_adamw_float32_small_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                                 # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -497,7 +484,7 @@ def cautious_adamw_float32_small_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -513,26 +500,25 @@ def cautious_adamw_float32_small_3(
         for odd in tl.static_range(2):
             cautious_adamw_float32_small_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, False,
+                exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         cautious_adamw_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, at, at, beta1,
+            beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            scalar_4, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             cautious_adamw_float32_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, live, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
+                beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, True,
             )
 
 
@@ -559,7 +545,7 @@ def cautious_adamw_bfloat16_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g = grad_scale * g_cast
     # -- update  (specs/cautious_adamw.py)
@@ -663,26 +649,26 @@ def cautious_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 8, tl.float32, False)
+    tensor_div_ptr = pointer(row + 8, tl.float32, False)
     tensor_sum_of_agrees_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 21).to(tl.float32)
     cautious_adamw_float32_2_round(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-        rows, columns, LANES,
+        tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def cautious_adamw_bfloat16_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    tensor_div_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
@@ -699,10 +685,9 @@ def cautious_adamw_bfloat16_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g = grad_scale * g_cast
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -715,14 +700,12 @@ def cautious_adamw_bfloat16_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                                # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                             # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -765,7 +748,7 @@ def cautious_adamw_bfloat16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -788,7 +771,7 @@ def cautious_adamw_bfloat16_3(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 13)
     columns = tl.load(row + 14)
     stream_key = tl.load(row + 15).to(tl.int32)
@@ -814,9 +797,9 @@ def cautious_adamw_bfloat16_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             cautious_adamw_bfloat16_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, where, block, live, live_block, number, beta1, beta2,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                tensor_div_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -840,10 +823,9 @@ def cautious_adamw_bfloat16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -851,9 +833,9 @@ def cautious_adamw_bfloat16_3(
             cautious_adamw_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                tensor_div_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -863,10 +845,10 @@ def cautious_adamw_bfloat16_3(
                 cautious_adamw_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
+                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -944,31 +926,29 @@ def cautious_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 6, tl.float32, False)
+    tensor_div_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     extent_elements = tl.load(row + 19).to(tl.float32)
     cautious_adamw_float32_2_round(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-        rows, columns, LANES,
+        tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def cautious_adamw_bfloat16_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, live, index, beta1, beta2, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, at, live, index, beta1, beta2,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -979,13 +959,11 @@ def cautious_adamw_bfloat16_small_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                                # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                             # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -1019,7 +997,7 @@ def cautious_adamw_bfloat16_small_3(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 11)
     stream_key = tl.load(row + 13).to(tl.int32)
     pace = tl.load(row + 16)
@@ -1035,10 +1013,9 @@ def cautious_adamw_bfloat16_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             cautious_adamw_bfloat16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, where, live, number, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, where, live, number, beta1,
+                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1056,8 +1033,7 @@ def cautious_adamw_bfloat16_small_3(
             for odd in tl.static_range(2):
                 cautious_adamw_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
@@ -1067,9 +1043,9 @@ def cautious_adamw_bfloat16_small_3(
         if start + TILE <= count:
             cautious_adamw_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, False,
+                tensor_div_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1077,9 +1053,9 @@ def cautious_adamw_bfloat16_small_3(
                 live = few < count - start
                 cautious_adamw_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, live, before + start + (few & -8) | few & 7,
-                    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    scalar_3, scalar_4, step_key, stream_key, True,
+                    tensor_div_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1106,7 +1082,7 @@ def cautious_adamw_float16_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g = grad_scale * g_cast
     # -- update  (specs/cautious_adamw.py)
@@ -1206,12 +1182,13 @@ def cautious_adamw_float16_1(
 @triton.jit
 def cautious_adamw_float16_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    tensor_div_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
@@ -1228,16 +1205,15 @@ def cautious_adamw_float16_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g = grad_scale * g_cast
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1251,20 +1227,18 @@ def cautious_adamw_float16_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                                # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                             # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    tensor_div_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = tensor_div_bitcast >> 16 & 32768
+    p_magnitude = tensor_div_bitcast & 2147483647
+    tensor_div_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * tensor_div_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1278,7 +1252,7 @@ def cautious_adamw_float16_3_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(tensor_div_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1312,7 +1286,7 @@ def cautious_adamw_float16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1335,7 +1309,7 @@ def cautious_adamw_float16_3(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 13)
     columns = tl.load(row + 14)
     stream_key = tl.load(row + 15).to(tl.int32)
@@ -1361,9 +1335,9 @@ def cautious_adamw_float16_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             cautious_adamw_float16_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, where, block, live, live_block, number, beta1, beta2,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                tensor_div_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1387,10 +1361,9 @@ def cautious_adamw_float16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1398,9 +1371,9 @@ def cautious_adamw_float16_3(
             cautious_adamw_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                tensor_div_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1410,10 +1383,10 @@ def cautious_adamw_float16_3(
                 cautious_adamw_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
+                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1486,23 +1459,22 @@ def cautious_adamw_float16_small_1(
 
 @triton.jit
 def cautious_adamw_float16_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, live, index, beta1, beta2, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, at, live, index, beta1, beta2,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g = grad_scale * g_cast
-    tensor_sum_of_agrees_over_elements_max_0p001 = tl.load(tensor_sum_of_agrees_over_elements_max_0p001_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1515,21 +1487,19 @@ def cautious_adamw_float16_small_3_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
-    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    scale = agrees * (1.0 / tensor_sum_of_agrees_over_elements_max_0p001)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                                # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                             # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(minus(scale * exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    tensor_div_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = tensor_div_bitcast >> 16 & 32768
+    p_magnitude = tensor_div_bitcast & 2147483647
+    tensor_div_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * tensor_div_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1543,7 +1513,7 @@ def cautious_adamw_float16_small_3_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(tensor_div_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1566,7 +1536,7 @@ def cautious_adamw_float16_small_3(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 11)
     stream_key = tl.load(row + 13).to(tl.int32)
     pace = tl.load(row + 16)
@@ -1582,10 +1552,9 @@ def cautious_adamw_float16_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             cautious_adamw_float16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, where, live, number, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, where, live, number, beta1,
+                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1603,8 +1572,7 @@ def cautious_adamw_float16_small_3(
             for odd in tl.static_range(2):
                 cautious_adamw_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
@@ -1614,9 +1582,9 @@ def cautious_adamw_float16_small_3(
         if start + TILE <= count:
             cautious_adamw_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_sum_of_agrees_over_elements_max_0p001_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, False,
+                tensor_div_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1624,9 +1592,9 @@ def cautious_adamw_float16_small_3(
                 live = few < count - start
                 cautious_adamw_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    tensor_sum_of_agrees_over_elements_max_0p001_ptr, few, live, before + start + (few & -8) | few & 7,
-                    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    scalar_3, scalar_4, step_key, stream_key, True,
+                    tensor_div_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 

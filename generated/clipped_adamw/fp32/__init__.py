@@ -43,15 +43,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
     common_1 = divide(lr, 1 - beta1**step)
+    scalar_3 = common_1 * one_minus_beta1_times_grad_scale
     lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_4 = common_1 * one_minus_beta1_times_grad_scale
     common_2 = root(1 - beta2**step)
     common_3 = common_2 < 7.888609052210118e-31
     scalar_5 = choose(common_3, 1, 1 / common_2)
     scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
         grad_scale_times_grad_scale, max_norm, beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
         scalar_5, scalar_6,
     )
 
@@ -82,15 +82,15 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
     common_1 = divide(lr, 1 - beta1**step)
+    scalar_3 = common_1 * one_minus_beta1_times_grad_scale
     lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_4 = common_1 * one_minus_beta1_times_grad_scale
     common_2 = root(1 - beta2**step)
     common_3 = common_2 < 7.888609052210118e-31
     scalar_5 = choose(common_3, 1, 1 / common_2)
     scalar_6 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
         grad_scale_times_grad_scale, max_norm, beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale,
-        scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, peak_lr_2,
+        scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, peak_lr_2,
     )
 
 
@@ -109,7 +109,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -119,11 +119,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_float32_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_float32_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -141,7 +142,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -151,11 +152,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -173,7 +175,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -183,11 +185,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_float16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_float16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -205,7 +208,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -215,11 +218,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_float32_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_float32_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -237,7 +241,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -247,11 +251,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -269,7 +274,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -279,11 +284,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_float16_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_float16_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -302,7 +308,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -312,11 +318,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_float32_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -335,7 +342,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -345,11 +352,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_bfloat16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -368,7 +376,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -378,11 +386,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_float16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_float16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -401,7 +410,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -411,11 +420,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_float32_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -434,7 +444,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -444,11 +454,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_bfloat16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_bfloat16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),
@@ -467,7 +478,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'max_norm', 'beta1', 'beta2', 'eps', 'scalar_0', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_4', 'scalar_5', 'scalar_6'),
+        kernel_scalars=('grad_scale_times_grad_scale', 'max_norm', 'beta1', 'beta2', 'scalar_0', 'one_minus_beta1_times_grad_scale', 'scalar_2', 'scalar_3', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_5', 'scalar_6'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -477,11 +488,12 @@ VARIANTS = (
             Temp("tensor_sum_of_g", "tensor", "tensor_sum", "elem"),
             Temp("model_sum_of_g", "model", "model_sum", "tensor"),
             Temp("model_min", "model"),
+            Temp("model_min_times_model_min", "model"),
         ),
         stages=(
             Stage("clipped_adamw_float16_amsgrad_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), matrices=False, block=1),
             Stage("clipped_adamw_float32_amsgrad_2", "tensor", 1, (), temps=('model_sum_of_g',), matrices=False, block=1),
-            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min',), matrices=False, block=1),
+            Stage("clipped_adamw_float32_amsgrad_3", "model", 3, (1,), temps=('model_min', 'model_min_times_model_min'), matrices=False, block=1),
             Stage("clipped_adamw_float16_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8, 9, 10), temps=(), matrices=False, block=1),
         ),
     ),

@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   24 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -28,7 +28,7 @@ struct clipped_adamw_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {4, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -80,19 +80,23 @@ struct clipped_adamw_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
+        {7, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
+        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
+        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
+            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
+            store(model_min_at + i, model_sum_of_g_min);
+            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
         }
     }
 };
@@ -110,6 +114,7 @@ struct clipped_adamw_float32_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -120,16 +125,19 @@ struct clipped_adamw_float32_4 {
         float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[5];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -137,14 +145,13 @@ struct clipped_adamw_float32_4 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F g_mul = g * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -161,7 +168,7 @@ struct clipped_adamw_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {4, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -193,6 +200,7 @@ struct clipped_adamw_bfloat16_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -203,16 +211,19 @@ struct clipped_adamw_bfloat16_4 {
         float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[5];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -222,14 +233,13 @@ struct clipped_adamw_bfloat16_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
-            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -252,6 +262,7 @@ struct clipped_adamw_float16_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -262,16 +273,19 @@ struct clipped_adamw_float16_4 {
         float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[5];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -281,14 +295,13 @@ struct clipped_adamw_float16_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
-            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -305,7 +318,7 @@ struct clipped_adamw_float32_amsgrad_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {5, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -357,19 +370,23 @@ struct clipped_adamw_float32_amsgrad_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
+        {8, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
+        {6, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
+        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
+        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
+            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
+            store(model_min_at + i, model_sum_of_g_min);
+            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
         }
     }
 };
@@ -388,6 +405,7 @@ struct clipped_adamw_float32_amsgrad_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -399,16 +417,19 @@ struct clipped_adamw_float32_amsgrad_4 {
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -417,16 +438,15 @@ struct clipped_adamw_float32_amsgrad_4 {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F g_mul = g * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -444,7 +464,7 @@ struct clipped_adamw_bfloat16_amsgrad_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {5, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -477,6 +497,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -488,16 +509,19 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -508,16 +532,15 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                 // bf16, nearest
             const F g_cast = g_stored;
-            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -542,6 +565,7 @@ struct clipped_adamw_float16_amsgrad_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -553,16 +577,19 @@ struct clipped_adamw_float16_amsgrad_4 {
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -573,16 +600,15 @@ struct clipped_adamw_float16_amsgrad_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                              // f16, nearest
             const F g_cast = g_stored;
-            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -604,6 +630,7 @@ struct clipped_adamw_float32 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -627,6 +654,7 @@ struct clipped_adamw_bfloat16 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -650,6 +678,7 @@ struct clipped_adamw_float16 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -674,6 +703,7 @@ struct clipped_adamw_float32_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -698,6 +728,7 @@ struct clipped_adamw_bfloat16_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -722,6 +753,7 @@ struct clipped_adamw_float16_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {

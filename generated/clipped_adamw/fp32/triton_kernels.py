@@ -13,7 +13,7 @@
 #     exp_avg_sq  4 B  f32
 #                 exact; every f32
 #   traffic   24 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -28,7 +28,7 @@ def clipped_adamw_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, M
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g, at, live, MASKED), term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -38,11 +38,11 @@ def clipped_adamw_float32_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -53,21 +53,25 @@ def clipped_adamw_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -90,67 +94,76 @@ def clipped_adamw_float32_2_round(
 def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
     clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
-def clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
+def clipped_adamw_float32_3_values(
+    model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, max_norm,
+):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    model_sum_of_g_min = tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(model_min_ptr, model_sum_of_g_min)
+    tl.store(model_min_times_model_min_ptr, model_sum_of_g_min * model_sum_of_g_min)
 
 
 @triton.jit
 def clipped_adamw_float32_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+    model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
+    clipped_adamw_float32_3_values(model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
 def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 6, tl.float32, False)
+    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
+    clipped_adamw_float32_3_round(
+        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        LANES,
+    )
 
 
 @triton.jit
 def clipped_adamw_float32_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr, at, live, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
     model_min = tl.load(model_min_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -160,21 +173,22 @@ def clipped_adamw_float32_4_tile(
 @triton.jit
 def clipped_adamw_float32_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 11)
+    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -189,26 +203,28 @@ def clipped_adamw_float32_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
+            model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_float32_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
+                model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, True,
             )
 
 
@@ -219,273 +235,11 @@ def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, 
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = widened(g_stored)
-    g_mul = g_cast * model_min
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
-    # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-            )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        clipped_adamw_bfloat16_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-        )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
-
-
-@triton.jit
-def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
-def clipped_adamw_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * model_min
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
-    # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-
-
-@triton.jit
-def clipped_adamw_float16_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            clipped_adamw_float16_4_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-            )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        clipped_adamw_float16_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-        )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_float16_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -506,25 +260,301 @@ def clipped_adamw_float32_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_bfloat16_4_tile(
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr, at, live, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = widened(p_stored)  # bf16, nearest
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = widened(g_stored)
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
+    # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    p_x_bits = p.to(tl.int32, bitcast=True)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+
+
+@triton.jit
+def clipped_adamw_bfloat16_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
+    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
+    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
+    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 12)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    p_ptr += origin
+    g_ptr += origin
+    exp_avg_ptr += origin
+    exp_avg_sq_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            clipped_adamw_bfloat16_4_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        clipped_adamw_bfloat16_4_tile(
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
+            model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, False,
+        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            clipped_adamw_bfloat16_4_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
+                model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, True,
+            )
+
+
+@triton.jit
+def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+    """One tile."""
+    # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    # -- encode and store
+    g_cast = g_stored.to(tl.float32)
+    return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
+
+
+@triton.jit
+def clipped_adamw_float16_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_4_tile(
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr, at, live, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p = p_stored.to(tl.float32)  # f16, nearest
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = g_stored.to(tl.float32)
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
+    # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p.to(tl.float16), live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+
+
+@triton.jit
+def clipped_adamw_float16_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
+    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
+    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
+    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 12)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    p_ptr += origin
+    g_ptr += origin
+    exp_avg_ptr += origin
+    exp_avg_sq_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            clipped_adamw_float16_4_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        clipped_adamw_float16_4_tile(
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
+            model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, False,
+        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            clipped_adamw_float16_4_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
+                model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, True,
+            )
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 22 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -532,13 +562,13 @@ def clipped_adamw_float32_amsgrad_1(
 def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
+    rows = tl.load(row + 11)
+    columns = tl.load(row + 12)
     clipped_adamw_float32_2_round(
         model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
@@ -548,43 +578,46 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
 def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 7, tl.float32, False)
+    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
+    rows = tl.load(row + 11)
+    columns = tl.load(row + 12)
     clipped_adamw_float32_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
+    model_min_times_model_min_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
     model_min = tl.load(model_min_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
@@ -595,14 +628,14 @@ def clipped_adamw_float32_amsgrad_4_tile(
 @triton.jit
 def clipped_adamw_float32_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -610,7 +643,8 @@ def clipped_adamw_float32_amsgrad_4(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
+    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 13)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -626,17 +660,19 @@ def clipped_adamw_float32_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
+                model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -644,8 +680,8 @@ def clipped_adamw_float32_amsgrad_4(
             live = few < count - start
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                model_min_ptr, model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, True,
             )
 
@@ -657,11 +693,11 @@ def clipped_adamw_bfloat16_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -672,55 +708,56 @@ def clipped_adamw_bfloat16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
+    model_min_times_model_min_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
-    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
@@ -733,14 +770,14 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -748,7 +785,8 @@ def clipped_adamw_bfloat16_amsgrad_4(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
+    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 13)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -764,17 +802,19 @@ def clipped_adamw_bfloat16_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
+                model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -782,8 +822,8 @@ def clipped_adamw_bfloat16_amsgrad_4(
             live = few < count - start
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                model_min_ptr, model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, True,
             )
 
@@ -795,11 +835,11 @@ def clipped_adamw_float16_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -810,55 +850,56 @@ def clipped_adamw_float16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
+    model_min_times_model_min_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
@@ -869,14 +910,14 @@ def clipped_adamw_float16_amsgrad_4_tile(
 @triton.jit
 def clipped_adamw_float16_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -884,7 +925,8 @@ def clipped_adamw_float16_amsgrad_4(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
+    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 13)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -900,17 +942,19 @@ def clipped_adamw_float16_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
+                model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -918,8 +962,8 @@ def clipped_adamw_float16_amsgrad_4(
             live = few < count - start
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                model_min_ptr, model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, True,
             )
 

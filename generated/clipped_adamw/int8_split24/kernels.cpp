@@ -13,7 +13,7 @@
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 //                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -28,7 +28,7 @@ struct clipped_adamw_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {6, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {6, 10, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -80,19 +80,23 @@ struct clipped_adamw_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {8, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {7, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
+        {7, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
+        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
+        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
+            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
+            store(model_min_at + i, model_sum_of_g_min);
+            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
         }
     }
 };
@@ -112,6 +116,7 @@ struct clipped_adamw_float32_4 {
         {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -130,6 +135,8 @@ struct clipped_adamw_float32_4 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];   // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -140,22 +147,23 @@ struct clipped_adamw_float32_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float model_min_times_model_min_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -207,27 +215,27 @@ struct clipped_adamw_float32_4 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
+                const F model_min_times_model_min_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_times_model_min_sqrt, scalar_3, scalar_4), p_2);
+                const I exp_avg_sq_pattern = bits(model_min_times_model_min_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(model_min_times_model_min_sqrt_kept + i, model_min_times_model_min_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_3);
             }
@@ -239,7 +247,7 @@ struct clipped_adamw_float32_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -248,18 +256,18 @@ struct clipped_adamw_float32_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -267,24 +275,24 @@ struct clipped_adamw_float32_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(model_min_times_model_min_sqrt) - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F model_min_abs = abs(exp_avg_value);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -298,8 +306,8 @@ struct clipped_adamw_float32_4 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const F model_min_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(model_min_mul_kept + b, model_min_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -309,11 +317,11 @@ struct clipped_adamw_float32_4 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F model_min_mul(model_min_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -329,7 +337,7 @@ struct clipped_adamw_float32_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {4, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -381,19 +389,23 @@ struct clipped_adamw_float32_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
+        {7, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
+        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
+        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
+            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
+            store(model_min_at + i, model_sum_of_g_min);
+            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
         }
     }
 };
@@ -411,6 +423,7 @@ struct clipped_adamw_float32_small_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -421,16 +434,19 @@ struct clipped_adamw_float32_small_4 {
         float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[5];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -438,14 +454,13 @@ struct clipped_adamw_float32_small_4 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F g_mul = g * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -462,7 +477,7 @@ struct clipped_adamw_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {7, 10, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {7, 11, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -515,19 +530,23 @@ struct clipped_adamw_bfloat16_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {8, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
+        {10, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
+        {8, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
+        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
+        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
+            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
+            store(model_min_at + i, model_sum_of_g_min);
+            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
         }
     }
 };
@@ -548,6 +567,7 @@ struct clipped_adamw_bfloat16_4 {
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min
+        {10, -1, 4, WHOLE, true, false, NONE, 8},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -567,6 +587,8 @@ struct clipped_adamw_bfloat16_4 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[7];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[8];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -577,22 +599,23 @@ struct clipped_adamw_bfloat16_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float model_min_times_model_min_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -646,24 +669,24 @@ struct clipped_adamw_bfloat16_4 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F model_min_times_model_min_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I exp_avg_sq_pattern = bits(model_min_times_model_min_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(model_min_times_model_min_sqrt_kept + i, model_min_times_model_min_sqrt);
                 store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -674,14 +697,14 @@ struct clipped_adamw_bfloat16_4 {
         for (int b = 0; b < blocks; b++) {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_times_model_min_sqrt, scalar_3, scalar_4), p_2);
                 const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
@@ -692,7 +715,7 @@ struct clipped_adamw_bfloat16_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -701,18 +724,18 @@ struct clipped_adamw_bfloat16_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -720,24 +743,24 @@ struct clipped_adamw_bfloat16_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(model_min_times_model_min_sqrt) - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F model_min_abs = abs(exp_avg_value);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -751,8 +774,8 @@ struct clipped_adamw_bfloat16_4 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const F model_min_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(model_min_mul_kept + b, model_min_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -761,11 +784,11 @@ struct clipped_adamw_bfloat16_4 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F model_min_mul(model_min_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -781,7 +804,7 @@ struct clipped_adamw_bfloat16_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {5, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -834,19 +857,23 @@ struct clipped_adamw_bfloat16_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
+        {8, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
+        {6, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
+        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
+        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
+            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
+            store(model_min_at + i, model_sum_of_g_min);
+            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
         }
     }
 };
@@ -865,6 +892,7 @@ struct clipped_adamw_bfloat16_small_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -876,6 +904,8 @@ struct clipped_adamw_bfloat16_small_4 {
         float *__restrict exp_avg_at = (float *)at[3];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -883,11 +913,12 @@ struct clipped_adamw_bfloat16_small_4 {
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -915,14 +946,13 @@ struct clipped_adamw_bfloat16_small_4 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -951,6 +981,7 @@ struct clipped_adamw_float16_4 {
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min
+        {10, -1, 4, WHOLE, true, false, NONE, 8},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -970,6 +1001,8 @@ struct clipped_adamw_float16_4 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[7];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[8];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -980,22 +1013,23 @@ struct clipped_adamw_float16_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float model_min_times_model_min_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -1049,24 +1083,24 @@ struct clipped_adamw_float16_4 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F model_min_times_model_min_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I exp_avg_sq_pattern = bits(model_min_times_model_min_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(model_min_times_model_min_sqrt_kept + i, model_min_times_model_min_sqrt);
                 store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -1077,12 +1111,12 @@ struct clipped_adamw_float16_4 {
         for (int b = 0; b < blocks; b++) {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1092,18 +1126,18 @@ struct clipped_adamw_float16_4 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
+                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_times_model_min_sqrt, scalar_3, scalar_4), p_2);
+                const I model_min_bitcast = bits(p_3);
+                const I p_sign = model_min_bitcast >> 16 & 32768;
+                const I p_magnitude = model_min_bitcast & 2147483647;
+                const F model_min_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * model_min_bitcast_2;
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
                 const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_wide_2 = where(model_min_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -1115,7 +1149,7 @@ struct clipped_adamw_float16_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -1124,18 +1158,18 @@ struct clipped_adamw_float16_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -1143,24 +1177,24 @@ struct clipped_adamw_float16_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(model_min_times_model_min_sqrt) - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F model_min_abs = abs(exp_avg_value);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -1174,8 +1208,8 @@ struct clipped_adamw_float16_4 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const F model_min_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(model_min_mul_kept + b, model_min_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1184,11 +1218,11 @@ struct clipped_adamw_float16_4 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F model_min_mul(model_min_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1209,6 +1243,7 @@ struct clipped_adamw_float16_small_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1220,6 +1255,8 @@ struct clipped_adamw_float16_small_4 {
         float *__restrict exp_avg_at = (float *)at[3];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1227,11 +1264,12 @@ struct clipped_adamw_float16_small_4 {
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1258,7 +1296,7 @@ struct clipped_adamw_float16_small_4 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1267,19 +1305,18 @@ struct clipped_adamw_float16_small_4 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const I model_min_bitcast = bits(p_3);
+            const I p_sign = model_min_bitcast >> 16 & 32768;
+            const I p_magnitude = model_min_bitcast & 2147483647;
+            const F model_min_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * model_min_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1288,7 +1325,7 @@ struct clipped_adamw_float16_small_4 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(model_min_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -1308,7 +1345,7 @@ struct clipped_adamw_float32_amsgrad_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {8, 11, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {8, 12, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1360,19 +1397,23 @@ struct clipped_adamw_float32_amsgrad_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {9, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
+        {11, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
+        {9, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
+        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
+        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
+            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
+            store(model_min_at + i, model_sum_of_g_min);
+            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
         }
     }
 };
@@ -1394,6 +1435,7 @@ struct clipped_adamw_float32_amsgrad_4 {
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // max_exp_avg_sq
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // max_exp_avg_sq_range
         {10, -1, 4, WHOLE, true, false, NONE, 8},  // model_min
+        {11, -1, 4, WHOLE, true, false, NONE, 9},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1414,6 +1456,8 @@ struct clipped_adamw_float32_amsgrad_4 {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[8];     // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[9];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1424,6 +1468,7 @@ struct clipped_adamw_float32_amsgrad_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1436,16 +1481,16 @@ struct clipped_adamw_float32_amsgrad_4 {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -1511,10 +1556,10 @@ struct clipped_adamw_float32_amsgrad_4 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -1522,9 +1567,9 @@ struct clipped_adamw_float32_amsgrad_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1568,12 +1613,12 @@ struct clipped_adamw_float32_amsgrad_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I max_exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
@@ -1585,11 +1630,11 @@ struct clipped_adamw_float32_amsgrad_4 {
             const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1601,11 +1646,11 @@ struct clipped_adamw_float32_amsgrad_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1616,14 +1661,14 @@ struct clipped_adamw_float32_amsgrad_4 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F model_min_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
@@ -1638,8 +1683,8 @@ struct clipped_adamw_float32_amsgrad_4 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const F model_min_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(model_min_mul_kept + b, model_min_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1650,11 +1695,11 @@ struct clipped_adamw_float32_amsgrad_4 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F model_min_mul(model_min_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -1670,7 +1715,7 @@ struct clipped_adamw_float32_amsgrad_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {5, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1702,6 +1747,7 @@ struct clipped_adamw_float32_amsgrad_small_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1713,16 +1759,19 @@ struct clipped_adamw_float32_amsgrad_small_4 {
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -1731,16 +1780,15 @@ struct clipped_adamw_float32_amsgrad_small_4 {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F g_mul = g * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1758,7 +1806,7 @@ struct clipped_adamw_bfloat16_amsgrad_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {9, 12, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {9, 13, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1811,19 +1859,23 @@ struct clipped_adamw_bfloat16_amsgrad_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {11, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {10, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
+        {10, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
+        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
+        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
+            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
+            store(model_min_at + i, model_sum_of_g_min);
+            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
         }
     }
 };
@@ -1846,6 +1898,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // max_exp_avg_sq
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // max_exp_avg_sq_range
         {11, -1, 4, WHOLE, true, false, NONE, 9},  // model_min
+        {12, -1, 4, WHOLE, true, false, NONE, 10},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1867,6 +1920,8 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[9];     // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[10];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1877,6 +1932,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1889,16 +1945,16 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -1966,10 +2022,10 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -1977,9 +2033,9 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -2037,12 +2093,12 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I max_exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
@@ -2054,11 +2110,11 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -2070,11 +2126,11 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -2085,14 +2141,14 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F model_min_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
@@ -2107,8 +2163,8 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const F model_min_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(model_min_mul_kept + b, model_min_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -2118,11 +2174,11 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F model_min_mul(model_min_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -2138,7 +2194,7 @@ struct clipped_adamw_bfloat16_amsgrad_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {6, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {6, 10, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2172,6 +2228,7 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // max_exp_avg_sq
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2184,6 +2241,8 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[5];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2191,11 +2250,12 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2224,16 +2284,15 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2265,6 +2324,7 @@ struct clipped_adamw_float16_amsgrad_4 {
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // max_exp_avg_sq
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // max_exp_avg_sq_range
         {11, -1, 4, WHOLE, true, false, NONE, 9},  // model_min
+        {12, -1, 4, WHOLE, true, false, NONE, 10},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2286,6 +2346,8 @@ struct clipped_adamw_float16_amsgrad_4 {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[9];     // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[10];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2296,6 +2358,7 @@ struct clipped_adamw_float16_amsgrad_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -2308,16 +2371,16 @@ struct clipped_adamw_float16_amsgrad_4 {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -2385,10 +2448,10 @@ struct clipped_adamw_float16_amsgrad_4 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -2396,9 +2459,9 @@ struct clipped_adamw_float16_amsgrad_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -2431,7 +2494,7 @@ struct clipped_adamw_float16_amsgrad_4 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2442,17 +2505,17 @@ struct clipped_adamw_float16_amsgrad_4 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
+                const I model_min_bitcast = bits(p_3);
+                const I p_sign = model_min_bitcast >> 16 & 32768;
+                const I p_magnitude = model_min_bitcast & 2147483647;
+                const F model_min_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * model_min_bitcast_2;
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
                 const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_wide_2 = where(model_min_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -2476,12 +2539,12 @@ struct clipped_adamw_float16_amsgrad_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I g_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I max_exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
@@ -2493,11 +2556,11 @@ struct clipped_adamw_float16_amsgrad_4 {
             const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -2509,11 +2572,11 @@ struct clipped_adamw_float16_amsgrad_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -2524,14 +2587,14 @@ struct clipped_adamw_float16_amsgrad_4 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F model_min_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
@@ -2546,8 +2609,8 @@ struct clipped_adamw_float16_amsgrad_4 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const F model_min_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(model_min_mul_kept + b, model_min_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -2557,11 +2620,11 @@ struct clipped_adamw_float16_amsgrad_4 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
+            const F model_min_mul(model_min_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -2583,6 +2646,7 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // max_exp_avg_sq
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2595,6 +2659,8 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[5];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
+        // float32 [model]  read
+        const float *__restrict model_min_times_model_min_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2602,11 +2668,12 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F scalar_2(known.scalars[6]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
+        const F scalar_3(known.scalars[7]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
+        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2634,7 +2701,7 @@ struct clipped_adamw_float16_amsgrad_small_4 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2643,21 +2710,20 @@ struct clipped_adamw_float16_amsgrad_small_4 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
+            const I model_min_bitcast = bits(p_3);
+            const I p_sign = model_min_bitcast >> 16 & 32768;
+            const I p_magnitude = model_min_bitcast & 2147483647;
+            const F model_min_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * model_min_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2666,7 +2732,7 @@ struct clipped_adamw_float16_amsgrad_small_4 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(model_min_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -2693,6 +2759,7 @@ struct clipped_adamw_float32 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2716,6 +2783,7 @@ struct clipped_adamw_float32_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2742,6 +2810,7 @@ struct clipped_adamw_bfloat16 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2766,6 +2835,7 @@ struct clipped_adamw_bfloat16_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2792,6 +2862,7 @@ struct clipped_adamw_float16 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2816,6 +2887,7 @@ struct clipped_adamw_float16_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2843,6 +2915,7 @@ struct clipped_adamw_float32_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2867,6 +2940,7 @@ struct clipped_adamw_float32_amsgrad_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2895,6 +2969,7 @@ struct clipped_adamw_bfloat16_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2920,6 +2995,7 @@ struct clipped_adamw_bfloat16_amsgrad_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2948,6 +3024,7 @@ struct clipped_adamw_float16_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2973,6 +3050,7 @@ struct clipped_adamw_float16_amsgrad_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
+        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {

@@ -13,13 +13,13 @@
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 #                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def clipped_adamw_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, M
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g, at, live, MASKED), term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -38,11 +38,11 @@ def clipped_adamw_float32_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
+    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 14)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -53,21 +53,25 @@ def clipped_adamw_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -90,56 +94,65 @@ def clipped_adamw_float32_2_round(
 def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
+    rows = tl.load(row + 12)
+    columns = tl.load(row + 13)
     clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
-def clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
+def clipped_adamw_float32_3_values(
+    model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, max_norm,
+):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    model_sum_of_g_min = tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(model_min_ptr, model_sum_of_g_min)
+    tl.store(model_min_times_model_min_ptr, model_sum_of_g_min * model_sum_of_g_min)
 
 
 @triton.jit
 def clipped_adamw_float32_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+    model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
+    clipped_adamw_float32_3_values(model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
 def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 8, tl.float32, False)
+    model_min_times_model_min_ptr = pointer(row + 9, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
+    rows = tl.load(row + 12)
+    columns = tl.load(row + 13)
+    clipped_adamw_float32_3_round(
+        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        LANES,
+    )
 
 
 @triton.jit
 def clipped_adamw_float32_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr,
+    model_min_times_model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
     model_min = tl.load(model_min_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -154,24 +167,25 @@ def clipped_adamw_float32_4_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
+    model_min_times_model_min_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_times_model_min_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = model_min_times_model_min_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -180,10 +194,10 @@ def clipped_adamw_float32_4_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -193,22 +207,22 @@ def clipped_adamw_float32_4_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    g_abs = tl.abs(exp_avg_value)
+    model_min_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -222,7 +236,7 @@ def clipped_adamw_float32_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -231,11 +245,12 @@ def clipped_adamw_float32_4(
     exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
+    model_min_times_model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 14)
+    columns = tl.load(row + 15)
+    stream_key = tl.load(row + 16).to(tl.int32)
+    pace = (tl.load(row + 19) + 63) // 64 * 64
+    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -255,9 +270,10 @@ def clipped_adamw_float32_4(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float32_4_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr, where,
-                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr,
+                model_min_times_model_min_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -279,18 +295,20 @@ def clipped_adamw_float32_4(
                 clipped_adamw_float32_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, model_min_times_model_min_ptr,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             clipped_adamw_float32_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr,
+                model_min_times_model_min_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -300,9 +318,10 @@ def clipped_adamw_float32_4(
                 clipped_adamw_float32_4_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, model_min_times_model_min_ptr,
+                    few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -313,11 +332,11 @@ def clipped_adamw_float32_small_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -328,25 +347,25 @@ def clipped_adamw_float32_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -354,13 +373,13 @@ def clipped_adamw_float32_small_1(
 def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
     clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
 
 
@@ -368,40 +387,42 @@ def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
 def clipped_adamw_float32_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 6, tl.float32, False)
+    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
     clipped_adamw_float32_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_small_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr, at, live, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
     model_min = tl.load(model_min_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -411,21 +432,22 @@ def clipped_adamw_float32_small_4_tile(
 @triton.jit
 def clipped_adamw_float32_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 11)
+    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -440,26 +462,28 @@ def clipped_adamw_float32_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_small_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
+            model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_float32_small_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
+                model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, True,
             )
 
 
@@ -470,907 +494,11 @@ def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, 
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 9, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    model_min_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = widened(g_stored)
-    exp_avg_scale_mul = beta1 * exp_avg_scale
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
-    # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    p_low = byte(p_word, 1)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    g_abs = tl.abs(exp_avg_value)
-    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_bfloat16_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                clipped_adamw_bfloat16_4_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float32_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float32_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = widened(g_stored)
-    g_mul = g_cast * model_min
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
-    # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    p_low = byte(p_word, 1)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            clipped_adamw_bfloat16_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, where, live, number, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_bfloat16_small_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_bfloat16_small_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                clipped_adamw_bfloat16_small_4_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    model_min_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
-                )
-
-
-@triton.jit
-def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
-def clipped_adamw_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    model_min_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = g_stored.to(tl.float32)
-    exp_avg_scale_mul = beta1 * exp_avg_scale
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
-    # -- encode and store
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    p_kept = p_word.to(tl.uint8)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    g_abs = tl.abs(exp_avg_value)
-    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-
-
-@triton.jit
-def clipped_adamw_float16_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_float16_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float16_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_float16_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                clipped_adamw_float16_4_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
-
-
-@triton.jit
-def clipped_adamw_float16_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * model_min
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
-    # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    p_kept = p_word.to(tl.uint8)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-
-
-@triton.jit
-def clipped_adamw_float16_small_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            clipped_adamw_float16_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, where, live, number, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float16_small_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_float16_small_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                clipped_adamw_float16_small_4_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    model_min_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
-                )
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -1391,71 +519,71 @@ def clipped_adamw_float32_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
+def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
+    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 13)
     columns = tl.load(row + 14)
-    clipped_adamw_float32_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
+    clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
+def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 10, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
+    model_min_ptr = pointer(row + 9, tl.float32, False)
+    model_min_times_model_min_ptr = pointer(row + 10, tl.float32, False)
+    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
     rows = tl.load(row + 13)
     columns = tl.load(row + 14)
     clipped_adamw_float32_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        LANES,
     )
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
+def clipped_adamw_bfloat16_4_tile(
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    model_min_ptr, model_min_times_model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
     model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1470,7 +598,931 @@ def clipped_adamw_float32_amsgrad_4_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
+    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = widened(g_stored)
+    exp_avg_scale_mul = beta1 * exp_avg_scale
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    model_min_times_model_min_sqrt = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_times_model_min_sqrt, scalar_3, scalar_4)), p)
+    # -- encode and store
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+    exp_avg_sq_pattern = model_min_times_model_min_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
+    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
+    model_min_abs = tl.abs(exp_avg_value)
+    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
+
+
+@triton.jit
+def clipped_adamw_bfloat16_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 24 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
+    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
+    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    model_min_times_model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    stream_key = tl.load(row + 17).to(tl.int32)
+    pace = (tl.load(row + 20) + 63) // 64 * 64
+    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
+    BLOCKS: tl.constexpr = TILE // 64
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
+    if RAGGED:
+        # Rows end within a block: tiles count blocks row by row, every access is masked.
+        per_row = (columns + 63) // 64
+        blocks = numel // columns * per_row
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
+            start = block // per_row * columns
+            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
+            where = start[:, None] + lane
+            live_block = block < blocks
+            live = (lane < columns) & live_block[:, None]
+            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
+            number = number[:, None] + tl.arange(0, 64)[None, :]
+            clipped_adamw_bfloat16_4_tile(
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                model_min_ptr, model_min_times_model_min_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
+            )
+    else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        weight_low_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_scale_ptr += first * BLOCKS
+        exp_avg_sq_ptr += origin
+        exp_avg_sq_range_ptr += first * BLOCKS
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_bfloat16_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_bfloat16_4_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
+                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                clipped_adamw_bfloat16_4_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, model_min_times_model_min_ptr,
+                    few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
+                )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 22 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 22 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
+    rows = tl.load(row + 11)
+    columns = tl.load(row + 12)
+    clipped_adamw_float32_2_round(
+        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 22 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_min_ptr = pointer(row + 7, tl.float32, False)
+    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, False)
+    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
+    rows = tl.load(row + 11)
+    columns = tl.load(row + 12)
+    clipped_adamw_float32_3_round(
+        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_4_tile(
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr,
+    at, live, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
+    MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = widened(g_stored)
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
+    # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 22 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
+    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
+    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 13)
+    stream_key = tl.load(row + 15).to(tl.int32)
+    pace = tl.load(row + 18)
+    begin = tl.load(row + 16) * pace + tl.load(row + 17)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    if RAGGED:
+        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
+        columns = tl.load(row + 14)
+        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
+        for tile in range(first * (TILE // LESS), end):
+            where = tile * LESS + few
+            live = where < numel
+            number = (begin + where // columns * pace + where % columns).to(tl.int32)
+            clipped_adamw_bfloat16_small_4_tile(
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr,
+                where, live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
+                True,
+            )
+    else:
+        at = tl.arange(0, TILE)
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        weight_low_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_sq_ptr += origin
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin // 8 * 8 + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_bfloat16_small_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
+                    model_min_times_model_min_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_bfloat16_small_4_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                model_min_ptr, model_min_times_model_min_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                clipped_adamw_bfloat16_small_4_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                    model_min_ptr, model_min_times_model_min_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
+                )
+
+
+@triton.jit
+def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+    """One tile."""
+    # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    # -- encode and store
+    g_cast = g_stored.to(tl.float32)
+    return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
+
+
+@triton.jit
+def clipped_adamw_float16_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 24 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 15)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_4_tile(
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    model_min_ptr, model_min_times_model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
+    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
+    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
+    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
+    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = apart(weight_low_code)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = g_stored.to(tl.float32)
+    exp_avg_scale_mul = beta1 * exp_avg_scale
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    model_min_times_model_min_sqrt = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_times_model_min_sqrt, scalar_3, scalar_4)), p)
+    # -- encode and store
+    model_min_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = model_min_bitcast >> 16 & 32768
+    p_magnitude = model_min_bitcast & 2147483647
+    model_min_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * model_min_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(model_min_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+    exp_avg_sq_pattern = model_min_times_model_min_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
+    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
+    model_min_abs = tl.abs(exp_avg_value)
+    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
+
+
+@triton.jit
+def clipped_adamw_float16_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 24 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
+    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
+    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    model_min_times_model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    stream_key = tl.load(row + 17).to(tl.int32)
+    pace = (tl.load(row + 20) + 63) // 64 * 64
+    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
+    BLOCKS: tl.constexpr = TILE // 64
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
+    if RAGGED:
+        # Rows end within a block: tiles count blocks row by row, every access is masked.
+        per_row = (columns + 63) // 64
+        blocks = numel // columns * per_row
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
+            start = block // per_row * columns
+            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
+            where = start[:, None] + lane
+            live_block = block < blocks
+            live = (lane < columns) & live_block[:, None]
+            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
+            number = number[:, None] + tl.arange(0, 64)[None, :]
+            clipped_adamw_float16_4_tile(
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                model_min_ptr, model_min_times_model_min_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
+            )
+    else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        weight_low_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_scale_ptr += first * BLOCKS
+        exp_avg_sq_ptr += origin
+        exp_avg_sq_range_ptr += first * BLOCKS
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_float16_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_float16_4_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
+                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                clipped_adamw_float16_4_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, model_min_times_model_min_ptr,
+                    few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
+                )
+
+
+@triton.jit
+def clipped_adamw_float16_small_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 22 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_small_4_tile(
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr,
+    at, live, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
+    MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = apart(weight_low_code)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = g_stored.to(tl.float32)
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
+    # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    model_min_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = model_min_bitcast >> 16 & 32768
+    p_magnitude = model_min_bitcast & 2147483647
+    model_min_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * model_min_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(model_min_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+
+
+@triton.jit
+def clipped_adamw_float16_small_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 22 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
+    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
+    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 13)
+    stream_key = tl.load(row + 15).to(tl.int32)
+    pace = tl.load(row + 18)
+    begin = tl.load(row + 16) * pace + tl.load(row + 17)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    if RAGGED:
+        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
+        columns = tl.load(row + 14)
+        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
+        for tile in range(first * (TILE // LESS), end):
+            where = tile * LESS + few
+            live = where < numel
+            number = (begin + where // columns * pace + where % columns).to(tl.int32)
+            clipped_adamw_float16_small_4_tile(
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr,
+                where, live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
+                True,
+            )
+    else:
+        at = tl.arange(0, TILE)
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        weight_low_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_sq_ptr += origin
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin // 8 * 8 + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_float16_small_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
+                    model_min_times_model_min_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_float16_small_4_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                model_min_ptr, model_min_times_model_min_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                clipped_adamw_float16_small_4_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                    model_min_ptr, model_min_times_model_min_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
+                )
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 25 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 16)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 25 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
+    rows = tl.load(row + 14)
+    columns = tl.load(row + 15)
+    clipped_adamw_float32_2_round(
+        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 25 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_min_ptr = pointer(row + 10, tl.float32, False)
+    model_min_times_model_min_ptr = pointer(row + 11, tl.float32, False)
+    model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
+    rows = tl.load(row + 14)
+    columns = tl.load(row + 15)
+    clipped_adamw_float32_3_round(
+        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_4_tile(
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
+    max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
+    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
+    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
+    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
@@ -1479,19 +1531,20 @@ def clipped_adamw_float32_amsgrad_4_tile(
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
+    max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -1509,10 +1562,10 @@ def clipped_adamw_float32_amsgrad_4_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1522,22 +1575,22 @@ def clipped_adamw_float32_amsgrad_4_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    g_abs = tl.abs(exp_avg_value)
+    model_min_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
@@ -1565,7 +1618,7 @@ def clipped_adamw_float32_amsgrad_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1576,11 +1629,12 @@ def clipped_adamw_float32_amsgrad_4(
     max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
+    model_min_times_model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    stream_key = tl.load(row + 18).to(tl.int32)
+    pace = (tl.load(row + 21) + 63) // 64 * 64
+    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -1601,9 +1655,9 @@ def clipped_adamw_float32_amsgrad_4(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, where, block, live, live_block,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1628,7 +1682,8 @@ def clipped_adamw_float32_amsgrad_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr,
+                    model_min_times_model_min_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -1638,8 +1693,8 @@ def clipped_adamw_float32_amsgrad_4(
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, model_min_times_model_min_ptr, at, at_block, at,
+                at_block, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1651,9 +1706,10 @@ def clipped_adamw_float32_amsgrad_4(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr,
+                    model_min_times_model_min_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1664,11 +1720,11 @@ def clipped_adamw_float32_amsgrad_small_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -1679,53 +1735,54 @@ def clipped_adamw_float32_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
+    model_min_times_model_min_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
     model_min = tl.load(model_min_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
@@ -1736,14 +1793,14 @@ def clipped_adamw_float32_amsgrad_small_4_tile(
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1751,7 +1808,8 @@ def clipped_adamw_float32_amsgrad_small_4(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
+    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 13)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -1767,17 +1825,19 @@ def clipped_adamw_float32_amsgrad_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_amsgrad_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
+                model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_amsgrad_small_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -1785,8 +1845,8 @@ def clipped_adamw_float32_amsgrad_small_4(
             live = few < count - start
             clipped_adamw_float32_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                model_min_ptr, model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, True,
             )
 
@@ -1798,11 +1858,11 @@ def clipped_adamw_bfloat16_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 16)
+    tensor_sum_of_g_ptr = pointer(row + 13, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 17)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -1813,25 +1873,25 @@ def clipped_adamw_bfloat16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -1839,13 +1899,13 @@ def clipped_adamw_bfloat16_amsgrad_1(
 def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     clipped_adamw_float32_2_round(
         model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
@@ -1855,29 +1915,31 @@ def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
 def clipped_adamw_bfloat16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 11, tl.float32, False)
+    model_min_times_model_min_ptr = pointer(row + 12, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     clipped_adamw_float32_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, at, at_block,
+    live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1892,7 +1954,7 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
@@ -1901,10 +1963,11 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
+    max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1915,9 +1978,9 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -1946,27 +2009,27 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    g_abs = tl.abs(exp_avg_value)
+    model_min_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
@@ -1994,7 +2057,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2006,11 +2069,12 @@ def clipped_adamw_bfloat16_amsgrad_4(
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    stream_key = tl.load(row + 18).to(tl.int32)
-    pace = (tl.load(row + 21) + 63) // 64 * 64
-    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
+    model_min_times_model_min_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 17)
+    columns = tl.load(row + 18)
+    stream_key = tl.load(row + 19).to(tl.int32)
+    pace = (tl.load(row + 22) + 63) // 64 * 64
+    begin = tl.load(row + 20) * pace + tl.load(row + 21) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -2031,9 +2095,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, where, block,
+                live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2060,9 +2124,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2070,9 +2134,10 @@ def clipped_adamw_bfloat16_amsgrad_4(
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr,
+                model_min_times_model_min_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2083,9 +2148,10 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr,
+                    model_min_times_model_min_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -2096,11 +2162,11 @@ def clipped_adamw_bfloat16_amsgrad_small_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
+    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 14)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -2111,41 +2177,42 @@ def clipped_adamw_bfloat16_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live,
-    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
+    model_min_times_model_min_ptr, at, live, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+    scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -2153,16 +2220,15 @@ def clipped_adamw_bfloat16_amsgrad_small_4_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
-    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
@@ -2184,14 +2250,14 @@ def clipped_adamw_bfloat16_amsgrad_small_4_tile(
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2200,24 +2266,26 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
+    model_min_times_model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 14)
+    stream_key = tl.load(row + 16).to(tl.int32)
+    pace = tl.load(row + 19)
+    begin = tl.load(row + 17) * pace + tl.load(row + 18)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
+        columns = tl.load(row + 15)
         end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
         for tile in range(first * (TILE // LESS), end):
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, where,
-                live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
+                model_min_times_model_min_ptr, where, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -2237,9 +2305,9 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                 clipped_adamw_bfloat16_amsgrad_small_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2247,9 +2315,10 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
         if start + TILE <= count:
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, model_min_ptr, model_min_times_model_min_ptr, at, at,
+                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2257,9 +2326,10 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                 live = few < count - start
                 clipped_adamw_bfloat16_amsgrad_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                    max_exp_avg_sq_ptr + start, model_min_ptr, model_min_times_model_min_ptr, few, live,
+                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
 
@@ -2270,11 +2340,11 @@ def clipped_adamw_float16_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 16)
+    tensor_sum_of_g_ptr = pointer(row + 13, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 17)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -2285,39 +2355,39 @@ def clipped_adamw_float16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, at, at_block,
+    live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -2332,7 +2402,7 @@ def clipped_adamw_float16_amsgrad_4_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
@@ -2341,16 +2411,17 @@ def clipped_adamw_float16_amsgrad_4_tile(
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
+    max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2362,9 +2433,9 @@ def clipped_adamw_float16_amsgrad_4_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -2372,11 +2443,11 @@ def clipped_adamw_float16_amsgrad_4_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    model_min_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = model_min_bitcast >> 16 & 32768
+    p_magnitude = model_min_bitcast & 2147483647
+    model_min_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * model_min_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -2390,7 +2461,7 @@ def clipped_adamw_float16_amsgrad_4_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(model_min_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -2404,27 +2475,27 @@ def clipped_adamw_float16_amsgrad_4_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    g_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + g_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (g_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    g_abs = tl.abs(exp_avg_value)
+    model_min_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
@@ -2452,7 +2523,7 @@ def clipped_adamw_float16_amsgrad_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 26 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2464,11 +2535,12 @@ def clipped_adamw_float16_amsgrad_4(
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    stream_key = tl.load(row + 18).to(tl.int32)
-    pace = (tl.load(row + 21) + 63) // 64 * 64
-    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
+    model_min_times_model_min_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 17)
+    columns = tl.load(row + 18)
+    stream_key = tl.load(row + 19).to(tl.int32)
+    pace = (tl.load(row + 22) + 63) // 64 * 64
+    begin = tl.load(row + 20) * pace + tl.load(row + 21) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -2489,9 +2561,9 @@ def clipped_adamw_float16_amsgrad_4(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, where, block,
+                live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2518,9 +2590,9 @@ def clipped_adamw_float16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2528,9 +2600,10 @@ def clipped_adamw_float16_amsgrad_4(
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr,
+                model_min_times_model_min_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2541,9 +2614,10 @@ def clipped_adamw_float16_amsgrad_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr,
+                    model_min_times_model_min_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -2554,11 +2628,11 @@ def clipped_adamw_float16_amsgrad_small_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
+    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 14)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -2569,46 +2643,47 @@ def clipped_adamw_float16_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live,
-    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
+    model_min_times_model_min_ptr, at, live, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+    scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
     model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2618,25 +2693,24 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_5, scalar_6)), p)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    model_min_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = model_min_bitcast >> 16 & 32768
+    p_magnitude = model_min_bitcast & 2147483647
+    model_min_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * model_min_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -2650,7 +2724,7 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(model_min_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -2660,14 +2734,14 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2676,24 +2750,26 @@ def clipped_adamw_float16_amsgrad_small_4(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
+    model_min_times_model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 14)
+    stream_key = tl.load(row + 16).to(tl.int32)
+    pace = tl.load(row + 19)
+    begin = tl.load(row + 17) * pace + tl.load(row + 18)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
+        columns = tl.load(row + 15)
         end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
         for tile in range(first * (TILE // LESS), end):
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             clipped_adamw_float16_amsgrad_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, where,
-                live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
+                model_min_times_model_min_ptr, where, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -2713,9 +2789,9 @@ def clipped_adamw_float16_amsgrad_small_4(
                 clipped_adamw_float16_amsgrad_small_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2723,9 +2799,10 @@ def clipped_adamw_float16_amsgrad_small_4(
         if start + TILE <= count:
             clipped_adamw_float16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, model_min_ptr, model_min_times_model_min_ptr, at, at,
+                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2733,9 +2810,10 @@ def clipped_adamw_float16_amsgrad_small_4(
                 live = few < count - start
                 clipped_adamw_float16_amsgrad_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                    max_exp_avg_sq_ptr + start, model_min_ptr, model_min_times_model_min_ptr, few, live,
+                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
 

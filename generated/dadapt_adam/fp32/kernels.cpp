@@ -122,7 +122,7 @@ struct dadapt_adam_float32_2 {
             const F p = load(p_at + i);
             const F s = load(s_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -130,7 +130,7 @@ struct dadapt_adam_float32_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, beta3 * s);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -277,7 +277,7 @@ struct dadapt_adam_bfloat16_2 {
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -285,7 +285,7 @@ struct dadapt_adam_bfloat16_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -354,7 +354,7 @@ struct dadapt_adam_float16_2 {
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -362,7 +362,7 @@ struct dadapt_adam_float16_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -473,7 +473,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             const F p = load(p_at + i);
             const F s = load(s_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0_2 * g, g, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -481,7 +481,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, beta3 * s);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -597,7 +597,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -605,7 +605,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -674,7 +674,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -682,7 +682,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

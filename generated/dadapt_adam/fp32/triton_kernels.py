@@ -99,7 +99,7 @@ def dadapt_adam_float32_2_tile(
     s = get(s_ptr, at, live, MASKED)
     # -- update  (specs/dadapt_adam.py)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -107,13 +107,13 @@ def dadapt_adam_float32_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -152,35 +152,35 @@ def dadapt_adam_float32_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -303,7 +303,7 @@ def dadapt_adam_bfloat16_2_tile(
     # -- update  (specs/dadapt_adam.py)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -311,7 +311,7 @@ def dadapt_adam_bfloat16_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
@@ -319,7 +319,7 @@ def dadapt_adam_bfloat16_2_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -358,35 +358,35 @@ def dadapt_adam_bfloat16_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -411,7 +411,7 @@ def dadapt_adam_float16_2_tile(
     # -- update  (specs/dadapt_adam.py)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -419,13 +419,13 @@ def dadapt_adam_float16_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -464,35 +464,35 @@ def dadapt_adam_float16_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -569,7 +569,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     s = get(s_ptr, at, live, MASKED)
     # -- update  (specs/dadapt_adam.py)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g, g, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -577,13 +577,13 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -622,35 +622,35 @@ def dadapt_adam_float32_use_bias_correction_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -732,7 +732,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     # -- update  (specs/dadapt_adam.py)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -740,7 +740,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
@@ -748,7 +748,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -787,35 +787,35 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -840,7 +840,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     # -- update  (specs/dadapt_adam.py)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -848,13 +848,13 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -893,35 +893,35 @@ def dadapt_adam_float16_use_bias_correction_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 

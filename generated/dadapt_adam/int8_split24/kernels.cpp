@@ -223,7 +223,7 @@ struct dadapt_adam_float32_2 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -232,7 +232,7 @@ struct dadapt_adam_float32_2 {
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-                const F exp_avg = fma(grad_scale, one_minus_beta1_times_rate * g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
@@ -241,7 +241,7 @@ struct dadapt_adam_float32_2 {
                 const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);          // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
                 const F s_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, s_scale_mul * (s_code_2 * s_rcp));
                 const F one_minus_beta1_times_rate_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
@@ -519,7 +519,7 @@ struct dadapt_adam_float32_small_2 {
             const F p = load(p_at + i);
             const F s = load(s_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -527,7 +527,7 @@ struct dadapt_adam_float32_small_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, beta3 * s);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -820,7 +820,7 @@ struct dadapt_adam_bfloat16_2 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -829,13 +829,13 @@ struct dadapt_adam_bfloat16_2 {
                 const F s_bend = abs(s_code_2);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-                const F exp_avg = fma(grad_scale, one_minus_beta1_times_rate * g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 const F s_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul * (s_code_2 * s_rcp));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -1153,7 +1153,7 @@ struct dadapt_adam_bfloat16_small_2 {
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -1161,7 +1161,7 @@ struct dadapt_adam_bfloat16_small_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1416,7 +1416,7 @@ struct dadapt_adam_float16_2 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1425,13 +1425,13 @@ struct dadapt_adam_float16_2 {
                 const F s_bend = abs(s_code_2);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-                const F exp_avg = fma(grad_scale, one_minus_beta1_times_rate * g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 const F s_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul * (s_code_2 * s_rcp));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -1468,7 +1468,7 @@ struct dadapt_adam_float16_2 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1642,7 +1642,7 @@ struct dadapt_adam_float16_small_2 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1653,7 +1653,7 @@ struct dadapt_adam_float16_small_2 {
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -1661,7 +1661,7 @@ struct dadapt_adam_float16_small_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             const I one_minus_beta1_times_rate_bitcast = bits(p_3);
             const I p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768;
             const I p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647;
@@ -1890,7 +1890,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1899,7 +1899,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-                const F exp_avg = fma(grad_scale, one_minus_beta1_times_rate * g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0_2 * g, g, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
@@ -1908,7 +1908,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);            // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
                 const F s_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, s_scale_mul * (s_code_2 * s_rcp));
                 const F one_minus_beta1_times_rate_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
@@ -2158,7 +2158,7 @@ struct dadapt_adam_float32_use_bias_correction_small_2 {
             const F p = load(p_at + i);
             const F s = load(s_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0_2 * g, g, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -2166,7 +2166,7 @@ struct dadapt_adam_float32_use_bias_correction_small_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, beta3 * s);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -2431,7 +2431,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -2440,13 +2440,13 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 const F s_bend = abs(s_code_2);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-                const F exp_avg = fma(grad_scale, one_minus_beta1_times_rate * g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 const F s_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul * (s_code_2 * s_rcp));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -2736,7 +2736,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_2 {
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -2744,7 +2744,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2968,7 +2968,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -2977,13 +2977,13 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 const F s_bend = abs(s_code_2);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-                const F exp_avg = fma(grad_scale, one_minus_beta1_times_rate * g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 const F s_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul * (s_code_2 * s_rcp));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -3020,7 +3020,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -3194,7 +3194,7 @@ struct dadapt_adam_float16_use_bias_correction_small_2 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -3205,7 +3205,7 @@ struct dadapt_adam_float16_use_bias_correction_small_2 {
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 36  p = policies.decoupled(p, rate, weight_decay)
@@ -3213,7 +3213,7 @@ struct dadapt_adam_float16_use_bias_correction_small_2 {
             // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
-            const F s_2 = fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             const I one_minus_beta1_times_rate_bitcast = bits(p_3);
             const I p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768;
             const I p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647;

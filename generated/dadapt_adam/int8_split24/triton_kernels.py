@@ -25,7 +25,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def dadapt_adam_float32_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -123,7 +123,7 @@ def dadapt_adam_float32_2_tile(
     # -- update  (specs/dadapt_adam.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq_2)
@@ -132,7 +132,7 @@ def dadapt_adam_float32_2_tile(
     s_scale_mul = beta3 * scale
     s_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, s_scale_mul[:, None] * (s_code * s_rcp))
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     one_minus_beta1_times_rate_abs = tl.abs(exp_avg)
@@ -153,7 +153,7 @@ def dadapt_adam_float32_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -187,9 +187,9 @@ def dadapt_adam_float32_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -240,14 +240,14 @@ def dadapt_adam_float32_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -267,7 +267,7 @@ def dadapt_adam_float32_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -277,11 +277,11 @@ def dadapt_adam_float32_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -289,13 +289,13 @@ def dadapt_adam_float32_2(
                 beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -305,7 +305,7 @@ def dadapt_adam_float32_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -451,7 +451,7 @@ def dadapt_adam_float32_small_2_tile(
     s = get(s_ptr, at, live, MASKED)
     # -- update  (specs/dadapt_adam.py)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -459,13 +459,13 @@ def dadapt_adam_float32_small_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -504,35 +504,35 @@ def dadapt_adam_float32_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_small_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_small_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -628,7 +628,7 @@ def dadapt_adam_bfloat16_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -649,7 +649,7 @@ def dadapt_adam_bfloat16_2_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq_2)
@@ -660,7 +660,7 @@ def dadapt_adam_bfloat16_2_tile(
     s_scale_mul = beta3 * scale
     s_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
     word_mul = (word_xor ^ 1013904242) * 2146121005
@@ -691,7 +691,7 @@ def dadapt_adam_bfloat16_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -718,9 +718,9 @@ def dadapt_adam_bfloat16_2_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -772,14 +772,14 @@ def dadapt_adam_bfloat16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -800,7 +800,7 @@ def dadapt_adam_bfloat16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -811,11 +811,11 @@ def dadapt_adam_bfloat16_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -824,13 +824,13 @@ def dadapt_adam_bfloat16_2(
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -840,7 +840,7 @@ def dadapt_adam_bfloat16_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -933,7 +933,7 @@ def dadapt_adam_bfloat16_small_2_tile(
     # -- update  (specs/dadapt_adam.py)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -941,7 +941,7 @@ def dadapt_adam_bfloat16_small_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
@@ -958,7 +958,7 @@ def dadapt_adam_bfloat16_small_2_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -998,13 +998,13 @@ def dadapt_adam_bfloat16_small_2(
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -1020,7 +1020,7 @@ def dadapt_adam_bfloat16_small_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -1028,30 +1028,30 @@ def dadapt_adam_bfloat16_small_2(
                     eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, eps,
                     grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -1122,14 +1122,14 @@ def dadapt_adam_float16_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1150,7 +1150,7 @@ def dadapt_adam_float16_2_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq_2)
@@ -1161,7 +1161,7 @@ def dadapt_adam_float16_2_tile(
     s_scale_mul = beta3 * scale
     s_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
     # -- encode and store
     one_minus_beta1_times_rate_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768
@@ -1203,7 +1203,7 @@ def dadapt_adam_float16_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -1230,9 +1230,9 @@ def dadapt_adam_float16_2_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -1284,14 +1284,14 @@ def dadapt_adam_float16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1312,7 +1312,7 @@ def dadapt_adam_float16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -1323,11 +1323,11 @@ def dadapt_adam_float16_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -1336,13 +1336,13 @@ def dadapt_adam_float16_2(
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -1352,7 +1352,7 @@ def dadapt_adam_float16_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -1372,7 +1372,7 @@ def dadapt_adam_float16_small_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1386,7 +1386,7 @@ def dadapt_adam_float16_small_2_tile(
     # -- update  (specs/dadapt_adam.py)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -1394,7 +1394,7 @@ def dadapt_adam_float16_small_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
@@ -1422,7 +1422,7 @@ def dadapt_adam_float16_small_2_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -1462,13 +1462,13 @@ def dadapt_adam_float16_small_2(
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -1484,7 +1484,7 @@ def dadapt_adam_float16_small_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -1492,30 +1492,30 @@ def dadapt_adam_float16_small_2(
                     eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, eps,
                     grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -1599,7 +1599,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -1616,7 +1616,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     # -- update  (specs/dadapt_adam.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g, g, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq_2)
@@ -1625,7 +1625,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     s_scale_mul = beta3 * scale
     s_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, s_scale_mul[:, None] * (s_code * s_rcp))
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     one_minus_beta1_times_rate_abs = tl.abs(exp_avg)
@@ -1646,7 +1646,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -1680,9 +1680,9 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -1733,14 +1733,14 @@ def dadapt_adam_float32_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1760,7 +1760,7 @@ def dadapt_adam_float32_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -1770,11 +1770,11 @@ def dadapt_adam_float32_use_bias_correction_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -1782,13 +1782,13 @@ def dadapt_adam_float32_use_bias_correction_2(
                 beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -1798,7 +1798,7 @@ def dadapt_adam_float32_use_bias_correction_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -1903,7 +1903,7 @@ def dadapt_adam_float32_use_bias_correction_small_2_tile(
     s = get(s_ptr, at, live, MASKED)
     # -- update  (specs/dadapt_adam.py)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g, g, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -1911,13 +1911,13 @@ def dadapt_adam_float32_use_bias_correction_small_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -1956,35 +1956,35 @@ def dadapt_adam_float32_use_bias_correction_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_small_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -2061,7 +2061,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -2082,7 +2082,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq_2)
@@ -2093,7 +2093,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     s_scale_mul = beta3 * scale
     s_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
     word_mul = (word_xor ^ 1013904242) * 2146121005
@@ -2124,7 +2124,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -2151,9 +2151,9 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -2205,14 +2205,14 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2233,7 +2233,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -2244,11 +2244,11 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -2257,13 +2257,13 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -2273,7 +2273,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -2347,7 +2347,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
     # -- update  (specs/dadapt_adam.py)
     g_cast = widened(g_stored)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -2355,7 +2355,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
@@ -2372,7 +2372,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -2412,13 +2412,13 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -2434,7 +2434,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -2442,30 +2442,30 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                     eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, eps,
                     grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -2517,14 +2517,14 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2545,7 +2545,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq_2)
@@ -2556,7 +2556,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     s_scale_mul = beta3 * scale
     s_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
     # -- encode and store
     one_minus_beta1_times_rate_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768
@@ -2598,7 +2598,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -2625,9 +2625,9 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -2679,14 +2679,14 @@ def dadapt_adam_float16_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2707,7 +2707,7 @@ def dadapt_adam_float16_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -2718,11 +2718,11 @@ def dadapt_adam_float16_use_bias_correction_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -2731,13 +2731,13 @@ def dadapt_adam_float16_use_bias_correction_2(
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -2747,7 +2747,7 @@ def dadapt_adam_float16_use_bias_correction_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -2767,7 +2767,7 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2781,7 +2781,7 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     # -- update  (specs/dadapt_adam.py)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_rate * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, beta1 * exp_avg)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 36  p = policies.decoupled(p, rate, weight_decay)
@@ -2789,7 +2789,7 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(exp_avg), reciprocal(tl.sqrt(exp_avg_sq_2) + eps), p)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s_2 = tl.fma(grad_scale, one_minus_sqrt_beta2_times_rate * g_cast, beta3 * s)
+    s_2 = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
@@ -2817,7 +2817,7 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
 
 
 @triton.jit
@@ -2857,13 +2857,13 @@ def dadapt_adam_float16_use_bias_correction_small_2(
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -2879,7 +2879,7 @@ def dadapt_adam_float16_use_bias_correction_small_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -2887,30 +2887,30 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                     eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, eps,
                     grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 

@@ -27,8 +27,7 @@ def kernel_scalars(step, grad_scale, *, lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     grad_scale_times_grad_scale = grad_scale * grad_scale
     one_over_sqrt_one_plus_lr_times_lr = divide(1, root(1 + lr * lr))
-    minus_grad_scale = -grad_scale
-    return (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, minus_grad_scale)
+    return (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, grad_scale)
 
 
 VARIANTS = (
@@ -44,7 +43,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
         host=host_scalars,
-        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
+        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -74,7 +73,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
         host=host_scalars,
-        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
+        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -104,7 +103,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
         host=host_scalars,
-        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
+        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,

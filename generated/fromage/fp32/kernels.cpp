@@ -112,7 +112,7 @@ struct fromage_float32_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict lr_times_ratio_at = (const float *)at[2];  // float32 [tensor]  read
         const float *__restrict shrink_at = (const float *)at[3];          // float32 [tensor]  read
-        const F minus_grad_scale(known.scalars[3]);
+        const F grad_scale(known.scalars[3]);
         const F lr_times_ratio = F(*lr_times_ratio_at);
         const F shrink = F(*shrink_at);
 
@@ -120,7 +120,7 @@ struct fromage_float32_3 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F p = load(p_at + i);
-            const F p_2 = fma(minus_grad_scale, lr_times_ratio * g, p) * shrink;  // 19  p = (p - lr * ratio * g) * shrink
+            const F p_2 = fma(-(grad_scale * lr_times_ratio), g, p) * shrink;  // 19  p = (p - lr * ratio * g) * shrink
             store(p_at + i, p_2);
         }
     }
@@ -181,7 +181,7 @@ struct fromage_bfloat16_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict lr_times_ratio_at = (const float *)at[2];  // float32 [tensor]  read
         const float *__restrict shrink_at = (const float *)at[3];          // float32 [tensor]  read
-        const F minus_grad_scale(known.scalars[3]);
+        const F grad_scale(known.scalars[3]);
         const F lr_times_ratio = F(*lr_times_ratio_at);
         const F shrink = F(*shrink_at);
 
@@ -191,7 +191,7 @@ struct fromage_bfloat16_3 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);  // bf16, nearest
             // 19  p = (p - lr * ratio * g) * shrink
-            const F p_2 = fma(minus_grad_scale, lr_times_ratio * g_stored, p) * shrink;
+            const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -254,7 +254,7 @@ struct fromage_float16_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict lr_times_ratio_at = (const float *)at[2];  // float32 [tensor]  read
         const float *__restrict shrink_at = (const float *)at[3];          // float32 [tensor]  read
-        const F minus_grad_scale(known.scalars[3]);
+        const F grad_scale(known.scalars[3]);
         const F lr_times_ratio = F(*lr_times_ratio_at);
         const F shrink = F(*shrink_at);
 
@@ -264,7 +264,7 @@ struct fromage_float16_3 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);  // f16, nearest
             // 19  p = (p - lr * ratio * g) * shrink
-            const F p_2 = fma(minus_grad_scale, lr_times_ratio * g_stored, p) * shrink;
+            const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
             store(p_at + i, narrow_half(p_2));
         }
     }

@@ -15,7 +15,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, opaque, pointer, put, term, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, term, widened
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def fromage_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(g * g, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -57,21 +57,21 @@ def fromage_float32_1(
             tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(p_ptr + start, g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -131,7 +131,7 @@ def fromage_float32_2(
 
 @triton.jit
 def fromage_float32_3_tile(
-    p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -140,14 +140,14 @@ def fromage_float32_3_tile(
     p = get(p_ptr, at, live, MASKED)
     shrink = tl.load(shrink_ptr)
     # -- update  (specs/fromage.py)
-    p = tl.fma(minus_grad_scale, lr_times_ratio * g, p) * shrink  # 19  p = (p - lr * ratio * g) * shrink
+    p = tl.fma(minus(grad_scale * lr_times_ratio), g, p) * shrink  # 19  p = (p - lr * ratio * g) * shrink
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
 def fromage_float32_3(
-    table, work, minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -171,20 +171,20 @@ def fromage_float32_3(
         for odd in tl.static_range(2):
             fromage_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, lr_times_ratio_ptr, shrink_ptr, at, at,
-                minus_grad_scale, False,
+                grad_scale, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         fromage_float32_3_tile(
-            p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at, minus_grad_scale, False,
+            p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at, grad_scale, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             fromage_float32_3_tile(
-                p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live, minus_grad_scale, True,
+                p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live, grad_scale, True,
             )
 
 
@@ -197,7 +197,7 @@ def fromage_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -229,28 +229,28 @@ def fromage_bfloat16_1(
             tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(p_ptr + start, g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def fromage_bfloat16_3_tile(
-    p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -261,7 +261,7 @@ def fromage_bfloat16_3_tile(
     shrink = tl.load(shrink_ptr)
     # -- update  (specs/fromage.py)
     # 19  p = (p - lr * ratio * g) * shrink
-    p = tl.fma(minus_grad_scale, lr_times_ratio * widened(g_stored), p) * shrink
+    p = tl.fma(minus(grad_scale * lr_times_ratio), widened(g_stored), p) * shrink
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -270,7 +270,7 @@ def fromage_bfloat16_3_tile(
 
 @triton.jit
 def fromage_bfloat16_3(
-    table, work, minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -294,20 +294,20 @@ def fromage_bfloat16_3(
         for odd in tl.static_range(2):
             fromage_bfloat16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, lr_times_ratio_ptr, shrink_ptr, at, at,
-                minus_grad_scale, False,
+                grad_scale, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         fromage_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at, minus_grad_scale, False,
+            p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at, grad_scale, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             fromage_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live, minus_grad_scale, True,
+                p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live, grad_scale, True,
             )
 
 
@@ -320,7 +320,7 @@ def fromage_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -352,28 +352,28 @@ def fromage_float16_1(
             tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(p_ptr + start, g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def fromage_float16_3_tile(
-    p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -384,14 +384,14 @@ def fromage_float16_3_tile(
     shrink = tl.load(shrink_ptr)
     # -- update  (specs/fromage.py)
     # 19  p = (p - lr * ratio * g) * shrink
-    p = tl.fma(minus_grad_scale, lr_times_ratio * g_stored.to(tl.float32), p) * shrink
+    p = tl.fma(minus(grad_scale * lr_times_ratio), g_stored.to(tl.float32), p) * shrink
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
 @triton.jit
 def fromage_float16_3(
-    table, work, minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -415,20 +415,20 @@ def fromage_float16_3(
         for odd in tl.static_range(2):
             fromage_float16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, lr_times_ratio_ptr, shrink_ptr, at, at,
-                minus_grad_scale, False,
+                grad_scale, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         fromage_float16_3_tile(
-            p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at, minus_grad_scale, False,
+            p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at, grad_scale, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             fromage_float16_3_tile(
-                p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live, minus_grad_scale, True,
+                p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live, grad_scale, True,
             )
 
 

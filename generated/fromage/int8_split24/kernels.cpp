@@ -112,7 +112,7 @@ struct fromage_float32_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict lr_times_ratio_at = (const float *)at[2];  // float32 [tensor]  read
         const float *__restrict shrink_at = (const float *)at[3];          // float32 [tensor]  read
-        const F minus_grad_scale(known.scalars[3]);
+        const F grad_scale(known.scalars[3]);
         const F lr_times_ratio = F(*lr_times_ratio_at);
         const F shrink = F(*shrink_at);
 
@@ -120,7 +120,7 @@ struct fromage_float32_3 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F p = load(p_at + i);
-            const F p_2 = fma(minus_grad_scale, lr_times_ratio * g, p) * shrink;  // 19  p = (p - lr * ratio * g) * shrink
+            const F p_2 = fma(-(grad_scale * lr_times_ratio), g, p) * shrink;  // 19  p = (p - lr * ratio * g) * shrink
             store(p_at + i, p_2);
         }
     }
@@ -232,7 +232,7 @@ struct fromage_bfloat16_3 {
         const float *__restrict shrink_at = (const float *)at[4];          // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F minus_grad_scale(known.scalars[3]);
+        const F grad_scale(known.scalars[3]);
         const F lr_times_ratio = F(*lr_times_ratio_at);
         const F shrink = F(*shrink_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -260,7 +260,7 @@ struct fromage_bfloat16_3 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             // 19  p = (p - lr * ratio * g) * shrink
-            const F p_2 = fma(minus_grad_scale, lr_times_ratio * g_stored, p) * shrink;
+            const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -300,7 +300,7 @@ struct fromage_float16_1 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -341,7 +341,7 @@ struct fromage_float16_3 {
         const float *__restrict shrink_at = (const float *)at[4];          // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F minus_grad_scale(known.scalars[3]);
+        const F grad_scale(known.scalars[3]);
         const F lr_times_ratio = F(*lr_times_ratio_at);
         const F shrink = F(*shrink_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -368,7 +368,7 @@ struct fromage_float16_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -377,7 +377,7 @@ struct fromage_float16_3 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             // 19  p = (p - lr * ratio * g) * shrink
-            const F p_2 = fma(minus_grad_scale, lr_times_ratio * g_stored, p) * shrink;
+            const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
             const I lr_times_ratio_bitcast = bits(p_2);
             const I p_sign = lr_times_ratio_bitcast >> 16 & 32768;
             const I p_magnitude = lr_times_ratio_bitcast & 2147483647;

@@ -15,7 +15,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import byte, get, joined, opaque, pointer, put, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, byte, get, joined, minus, opaque, pointer, put, rotl, term, widened
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def fromage_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(g * g, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -57,21 +57,21 @@ def fromage_float32_1(
             tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(p_ptr + start, g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -131,7 +131,7 @@ def fromage_float32_2(
 
 @triton.jit
 def fromage_float32_3_tile(
-    p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -140,14 +140,14 @@ def fromage_float32_3_tile(
     p = get(p_ptr, at, live, MASKED)
     shrink = tl.load(shrink_ptr)
     # -- update  (specs/fromage.py)
-    p = tl.fma(minus_grad_scale, lr_times_ratio * g, p) * shrink  # 19  p = (p - lr * ratio * g) * shrink
+    p = tl.fma(minus(grad_scale * lr_times_ratio), g, p) * shrink  # 19  p = (p - lr * ratio * g) * shrink
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
 def fromage_float32_3(
-    table, work, minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -171,20 +171,20 @@ def fromage_float32_3(
         for odd in tl.static_range(2):
             fromage_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, lr_times_ratio_ptr, shrink_ptr, at, at,
-                minus_grad_scale, False,
+                grad_scale, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         fromage_float32_3_tile(
-            p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at, minus_grad_scale, False,
+            p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at, grad_scale, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             fromage_float32_3_tile(
-                p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live, minus_grad_scale, True,
+                p_ptr + start, g_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live, grad_scale, True,
             )
 
 
@@ -199,7 +199,7 @@ def fromage_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.c
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -234,16 +234,16 @@ def fromage_bfloat16_1(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -251,8 +251,8 @@ def fromage_bfloat16_1(
             tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -281,8 +281,8 @@ def fromage_bfloat16_2(
 
 @triton.jit
 def fromage_bfloat16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, index, minus_grad_scale,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, index, grad_scale, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -295,7 +295,7 @@ def fromage_bfloat16_3_tile(
     shrink = tl.load(shrink_ptr)
     # -- update  (specs/fromage.py)
     # 19  p = (p - lr * ratio * g) * shrink
-    p = tl.fma(minus_grad_scale, lr_times_ratio * widened(g_stored), p) * shrink
+    p = tl.fma(minus(grad_scale * lr_times_ratio), widened(g_stored), p) * shrink
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -313,7 +313,7 @@ def fromage_bfloat16_3_tile(
 
 @triton.jit
 def fromage_bfloat16_3(
-    table, work, minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -340,8 +340,8 @@ def fromage_bfloat16_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             fromage_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, lr_times_ratio_ptr, shrink_ptr, where, live, number, minus_grad_scale,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, lr_times_ratio_ptr, shrink_ptr, where, live, number, grad_scale, step_key,
+                stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -357,15 +357,15 @@ def fromage_bfloat16_3(
             for odd in tl.static_range(2):
                 fromage_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    lr_times_ratio_ptr, shrink_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7,
-                    minus_grad_scale, step_key, stream_key, False,
+                    lr_times_ratio_ptr, shrink_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             fromage_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at,
-                before + start + (at & -8) | at & 7, minus_grad_scale, step_key, stream_key, False,
+                before + start + (at & -8) | at & 7, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -373,7 +373,7 @@ def fromage_bfloat16_3(
                 live = few < count - start
                 fromage_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live,
-                    before + start + (few & -8) | few & 7, minus_grad_scale, step_key, stream_key, True,
+                    before + start + (few & -8) | few & 7, grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -384,7 +384,7 @@ def fromage_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.co
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -395,7 +395,7 @@ def fromage_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.co
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -430,16 +430,16 @@ def fromage_float16_1(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -447,16 +447,16 @@ def fromage_float16_1(
             tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def fromage_float16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, index, minus_grad_scale,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, index, grad_scale, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -465,7 +465,7 @@ def fromage_float16_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -476,7 +476,7 @@ def fromage_float16_3_tile(
     shrink = tl.load(shrink_ptr)
     # -- update  (specs/fromage.py)
     # 19  p = (p - lr * ratio * g) * shrink
-    p = tl.fma(minus_grad_scale, lr_times_ratio * g_stored.to(tl.float32), p) * shrink
+    p = tl.fma(minus(grad_scale * lr_times_ratio), g_stored.to(tl.float32), p) * shrink
     # -- encode and store
     lr_times_ratio_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = lr_times_ratio_bitcast >> 16 & 32768
@@ -505,7 +505,7 @@ def fromage_float16_3_tile(
 
 @triton.jit
 def fromage_float16_3(
-    table, work, minus_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -532,8 +532,8 @@ def fromage_float16_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             fromage_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, lr_times_ratio_ptr, shrink_ptr, where, live, number, minus_grad_scale,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, lr_times_ratio_ptr, shrink_ptr, where, live, number, grad_scale, step_key,
+                stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -549,15 +549,15 @@ def fromage_float16_3(
             for odd in tl.static_range(2):
                 fromage_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    lr_times_ratio_ptr, shrink_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7,
-                    minus_grad_scale, step_key, stream_key, False,
+                    lr_times_ratio_ptr, shrink_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             fromage_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at,
-                before + start + (at & -8) | at & 7, minus_grad_scale, step_key, stream_key, False,
+                before + start + (at & -8) | at & 7, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -565,7 +565,7 @@ def fromage_float16_3(
                 live = few < count - start
                 fromage_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live,
-                    before + start + (few & -8) | few & 7, minus_grad_scale, step_key, stream_key, True,
+                    before + start + (few & -8) | few & 7, grad_scale, step_key, stream_key, True,
                 )
 
 

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, widened
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def madgrad_float32_tile(
     grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_piece = grad_sum_sq_code.to(tl.int32)
+    grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
@@ -102,7 +102,7 @@ def madgrad_float32_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit
@@ -303,7 +303,7 @@ def madgrad_bfloat16_tile(
     grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_piece = grad_sum_sq_code.to(tl.int32)
+    grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
@@ -361,7 +361,7 @@ def madgrad_bfloat16_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -591,7 +591,7 @@ def madgrad_float16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -608,7 +608,7 @@ def madgrad_float16_tile(
     grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_piece = grad_sum_sq_code.to(tl.int32)
+    grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
@@ -677,7 +677,7 @@ def madgrad_float16_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -782,7 +782,7 @@ def madgrad_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -931,7 +931,7 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_piece = grad_sum_sq_code.to(tl.int32)
+    grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
@@ -986,7 +986,7 @@ def madgrad_float32_has_momentum_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit
@@ -1192,7 +1192,7 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_piece = grad_sum_sq_code.to(tl.int32)
+    grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
@@ -1250,7 +1250,7 @@ def madgrad_bfloat16_has_momentum_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -1486,7 +1486,7 @@ def madgrad_float16_has_momentum_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1503,7 +1503,7 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
-    grad_sum_sq_piece = grad_sum_sq_code.to(tl.int32)
+    grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
@@ -1572,7 +1572,7 @@ def madgrad_float16_has_momentum_tile(
     s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
     s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, (s_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -1682,7 +1682,7 @@ def madgrad_float16_has_momentum_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

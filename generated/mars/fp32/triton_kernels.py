@@ -15,7 +15,7 @@
 #     last_grad   4 B  f32
 #                 exact; every f32
 #   traffic   36 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -40,7 +40,7 @@ def mars_float32_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -51,12 +51,12 @@ def mars_float32_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
+    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -72,7 +72,7 @@ def mars_float32_1(
                 g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -80,7 +80,7 @@ def mars_float32_1(
             g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -89,53 +89,62 @@ def mars_float32_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def mars_float32_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
+def mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr):
     """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
+    tensor_sum_of_c_div = 1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_div)
+    tl.store(tensor_mul_ptr, tensor_sum_of_c_div * tensor_sum_of_c_div)
 
 
 @triton.jit
 def mars_float32_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
 ):
     """All values of the tensor."""
-    mars_float32_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
+    mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr)
 
 
 @triton.jit
 def mars_float32_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, False)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, False)
+    tensor_mul_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    mars_float32_2_round(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
+    mars_float32_2_round(
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
+        columns, LANES,
+    )
 
 
 @triton.jit
 def mars_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, sqrt_tensor_sum_of_c_max_one_ptr, at, live,
-    beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+    tensor_mul_ptr, at, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     last_grad = get(last_grad_ptr, at, live, MASKED)
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/mars.py)
@@ -143,15 +152,13 @@ def mars_float32_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                            # 24  c = c / maximum(norm(c), 1.0)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -164,21 +171,22 @@ def mars_float32_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -195,18 +203,20 @@ def mars_float32_3(
             mars_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         mars_float32_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
+            where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+            scalar_8, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -214,9 +224,10 @@ def mars_float32_3(
             live = few < count - start
             mars_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, True,
             )
 
 
@@ -236,7 +247,7 @@ def mars_bfloat16_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -247,12 +258,12 @@ def mars_bfloat16_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
+    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -268,7 +279,7 @@ def mars_bfloat16_1(
                 g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -276,7 +287,7 @@ def mars_bfloat16_1(
             g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -285,24 +296,26 @@ def mars_bfloat16_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def mars_bfloat16_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, sqrt_tensor_sum_of_c_max_one_ptr, at, live,
-    beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+    tensor_mul_ptr, at, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     last_grad = get(last_grad_ptr, at, live, MASKED)
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
@@ -311,15 +324,13 @@ def mars_bfloat16_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                            # 24  c = c / maximum(norm(c), 1.0)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -334,21 +345,22 @@ def mars_bfloat16_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -365,18 +377,20 @@ def mars_bfloat16_3(
             mars_bfloat16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         mars_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
+            where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+            scalar_8, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -384,9 +398,10 @@ def mars_bfloat16_3(
             live = few < count - start
             mars_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, True,
             )
 
 
@@ -406,7 +421,7 @@ def mars_float16_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -417,12 +432,12 @@ def mars_float16_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
+    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -438,7 +453,7 @@ def mars_float16_1(
                 g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -446,7 +461,7 @@ def mars_float16_1(
             g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -455,24 +470,26 @@ def mars_float16_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def mars_float16_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, sqrt_tensor_sum_of_c_max_one_ptr, at, live,
-    beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+    tensor_mul_ptr, at, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     last_grad = get(last_grad_ptr, at, live, MASKED)
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
@@ -481,15 +498,13 @@ def mars_float16_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                            # 24  c = c / maximum(norm(c), 1.0)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -502,21 +517,22 @@ def mars_float16_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -533,18 +549,20 @@ def mars_float16_3(
             mars_float16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         mars_float16_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
+            where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+            scalar_8, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -552,9 +570,10 @@ def mars_float16_3(
             live = few < count - start
             mars_float16_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, True,
             )
 
 

@@ -68,16 +68,16 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
     common_1 = divide(lr, 1 - beta1**step)
+    scalar_5 = common_1 * one_minus_beta1
     lr_over_one_minus_beta1_pow_t_times_beta1 = common_1 * beta1
-    scalar_6 = common_1 * one_minus_beta1
     common_2 = root(1 - beta2**step)
     common_3 = common_2 < 7.888609052210118e-31
     scalar_7 = choose(common_3, 1, 1 / common_2)
     scalar_8 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
         grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2,
-        one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8,
+        one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
     )
 
 
@@ -108,11 +108,12 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=64),
-            Stage("mars_float32_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
+            Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
             Stage("mars_float32_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=64),
         ),
     ),
@@ -131,7 +132,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -139,11 +140,12 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_float32_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_float32_small_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
+            Stage("mars_float32_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
             Stage("mars_float32_small_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
         ),
     ),
@@ -174,11 +176,12 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=64),
-            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
+            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
             Stage("mars_bfloat16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=64),
         ),
     ),
@@ -198,7 +201,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -206,11 +209,12 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_bfloat16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_bfloat16_small_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
+            Stage("mars_bfloat16_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
             Stage("mars_bfloat16_small_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
         ),
     ),
@@ -241,11 +245,12 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=64),
-            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
+            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
             Stage("mars_float16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=64),
         ),
     ),
@@ -265,7 +270,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'eps', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'lr_over_one_minus_beta1_pow_t'),
         host=host_scalars,
-        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_6', 'scalar_7', 'scalar_8'),
+        kernel_scalars=('grad_scale', 'where_lt_one_t_one_zero', 'gamma_times_beta1_over_one_minus_beta1', 'beta1', 'beta2', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2', 'scalar_5', 'lr_over_one_minus_beta1_pow_t_times_beta1', 'scalar_7', 'scalar_8'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=True,
@@ -273,11 +278,12 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
+            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_float16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_bfloat16_small_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
+            Stage("mars_bfloat16_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
             Stage("mars_float16_small_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
         ),
     ),

@@ -15,7 +15,7 @@
 //     last_grad   1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
 //                 |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 //   traffic   17.2188 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -32,7 +32,7 @@ struct mars_float32_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {6, -1, 1, ELEMENT, true, false, NONE, 1},  // last_grad
         {7, -1, 2, BLOCK_OF, true, false, NONE, 2},  // last_grad_scale
-        {8, 10, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
+        {8, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -86,19 +86,24 @@ struct mars_float32_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, false, true, NONE, 0},  // sqrt_tensor_sum_of_c_max_one
-        {8, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
+        {9, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {10, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
+        {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];  // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];   // float32 [tensor]  read
+        // float32 [tensor]  written
+        float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
+        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            store(sqrt_tensor_sum_of_c_max_one_at + i, max(F(1.0f), sqrt(tensor_sum_of_c)));
+            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
+            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
         }
     }
 };
@@ -119,7 +124,8 @@ struct mars_float32_3 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // last_grad
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // last_grad_scale
-        {9, -1, 4, WHOLE, true, false, NONE, 8},  // sqrt_tensor_sum_of_c_max_one
+        {9, -1, 4, WHOLE, true, false, NONE, 8},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {10, -1, 4, WHOLE, true, false, NONE, 9},  // tensor_mul
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -130,17 +136,18 @@ struct mars_float32_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[6];         // uint8 [n]  read and written
-        int16_t *__restrict last_grad_scale_at = (int16_t *)at[7];   // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];             // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];          // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];    // int16 [blocks of 64]  read and written
+        uint8_t *__restrict last_grad_at = (uint8_t *)at[6];           // uint8 [n]  read and written
+        int16_t *__restrict last_grad_scale_at = (int16_t *)at[7];     // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_tensor_sum_of_c_max_one_at = (const float *)at[8];
+        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[8];
+        const float *__restrict tensor_mul_at = (const float *)at[9];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -153,12 +160,12 @@ struct mars_float32_3 {
         const F one_minus_beta2(known.scalars[7]);
         const F scalar_5(known.scalars[8]);
         const F scalar_6(known.scalars[9]);
-        const F sqrt_tensor_sum_of_c_max_one = F(*sqrt_tensor_sum_of_c_max_one_at);
-        const F sqrt_tensor_sum_of_c_max_one_rcp = 1.0f / sqrt_tensor_sum_of_c_max_one;
+        const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
+        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float last_grad_scale_sqrt_kept[TILE];
+        alignas(64) float tensor_mul_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float g_2_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -166,14 +173,14 @@ struct mars_float32_3 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float last_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_add_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float last_grad_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I last_grad_top_kept[TILE / BLOCK];
@@ -238,7 +245,7 @@ struct mars_float32_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -247,16 +254,15 @@ struct mars_float32_3 {
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(last_grad_scale_neg, last_grad_code_2 / (254.0f - last_grad_bend), g_2), F(0.0f));
                 // 23  c = g + gamma * beta1 / (1 - beta1) * change
                 const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_2);
-                const F c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp;                    // 24  c = c / maximum(norm(c), 1.0)
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-                const F exp_avg = fma(one_minus_beta1, c_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-                const F exp_avg_sq_2 = fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq);
-                const F last_grad_scale_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+                const F tensor_mul_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(last_grad_scale_sqrt, scalar_5, scalar_6), p_2);
-                const I exp_avg_sq_pattern = bits(last_grad_scale_sqrt);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(tensor_mul_sqrt, scalar_5, scalar_6), p_2);
+                const I exp_avg_sq_pattern = bits(tensor_mul_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -265,7 +271,7 @@ struct mars_float32_3 {
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(noise_kept + i, noise);
-                store(last_grad_scale_sqrt_kept + i, last_grad_scale_sqrt);
+                store(tensor_mul_sqrt_kept + i, tensor_mul_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_2_kept + i, g_2);
                 store(p_at + i, p_3);
@@ -280,7 +286,7 @@ struct mars_float32_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I last_grad_top = largest(last_grad_top_kept + b);
-            const F last_grad_scale_sqrt = load(last_grad_scale_sqrt_kept + b);
+            const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + b);
             const F g_2 = load(g_2_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
@@ -290,22 +296,22 @@ struct mars_float32_3 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I last_grad_scale_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I last_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I tensor_mul_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I last_grad_scale_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I last_grad_up = max(I(75497472), last_grad_top) + 32767;
             const I last_grad_up_2 = where(last_grad_top < 2139095040, last_grad_up, I(2143289344));
             const I last_grad_divisor = min(I(2139095039), last_grad_up_2 & 2147450880);
             const F g_mul = as_float(last_grad_divisor) * 0.003937007859349251f;
-            store(last_grad_scale_add_2_kept + b, last_grad_scale_add_2);
+            store(tensor_mul_add_2_kept + b, tensor_mul_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(last_grad_scale_sub_kept + b, last_grad_scale_sub);
+            store(tensor_mul_sub_kept + b, tensor_mul_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(last_grad_scale_add_kept + b, last_grad_scale_add);
+            store(tensor_mul_add_kept + b, tensor_mul_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_kept + b, g_mul);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -315,26 +321,26 @@ struct mars_float32_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I last_grad_scale_add_2(last_grad_scale_add_2_kept[b]);
+            const I tensor_mul_add_2(tensor_mul_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I last_grad_scale_sub(last_grad_scale_sub_kept[b]);
+            const I tensor_mul_sub(tensor_mul_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I last_grad_scale_add(last_grad_scale_add_kept[b]);
+            const I tensor_mul_add(tensor_mul_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F last_grad_scale_sqrt = load(last_grad_scale_sqrt_kept + i);
+                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_2 = load(g_2_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + last_grad_scale_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(last_grad_scale_sqrt) - exp_avg_sq_base, last_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + tensor_mul_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(tensor_mul_sqrt) - exp_avg_sq_base, tensor_mul_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(last_grad_scale_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(tensor_mul_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F last_grad_scale_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(last_grad_scale_abs), i, end);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_abs = abs(exp_avg_value);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_sqrt_tensor_sum_of_c_max_one_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(last_grad_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), g_mul), 12583040.0f)));
@@ -349,8 +355,8 @@ struct mars_float32_3 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F last_grad_scale_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(last_grad_scale_mul_kept + b, last_grad_scale_mul);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -361,11 +367,11 @@ struct mars_float32_3 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
-            const F last_grad_scale_mul(last_grad_scale_mul_kept[b]);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), last_grad_scale_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -382,7 +388,7 @@ struct mars_float32_small_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ELEMENT, true, false, NONE, 1},  // last_grad
-        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
+        {5, 8, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -417,19 +423,24 @@ struct mars_float32_small_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // sqrt_tensor_sum_of_c_max_one
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {7, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];  // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];   // float32 [tensor]  read
+        // float32 [tensor]  written
+        float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
+        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            store(sqrt_tensor_sum_of_c_max_one_at + i, max(F(1.0f), sqrt(tensor_sum_of_c)));
+            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
+            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
         }
     }
 };
@@ -447,19 +458,21 @@ struct mars_float32_small_3 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // last_grad
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_tensor_sum_of_c_max_one
+        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[4];   // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[4];               // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
+        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
+        const float *__restrict tensor_mul_at = (const float *)at[6];  // float32 [tensor]  read
         const F beta1(known.scalars[3]);
         const F beta2(known.scalars[4]);
         const F grad_scale(known.scalars[0]);
@@ -468,12 +481,12 @@ struct mars_float32_small_3 {
         const F one_minus_lr_times_weight_decay(known.scalars[5]);
         const F one_minus_beta1(known.scalars[6]);
         const F one_minus_beta2(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_6(known.scalars[9]);
+        const F scalar_5(known.scalars[8]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[9]);
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
-        const F sqrt_tensor_sum_of_c_max_one = F(*sqrt_tensor_sum_of_c_max_one_at);
-        const F sqrt_tensor_sum_of_c_max_one_rcp = 1.0f / sqrt_tensor_sum_of_c_max_one;
+        const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
+        const F tensor_mul = F(*tensor_mul_at);
 
         // -- elements: decode, update  (specs/mars.py)
         for (int i = 0; i < count; i += W) {
@@ -487,14 +500,13 @@ struct mars_float32_small_3 {
             const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - last_grad, F(0.0f));
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_2);
-            const F c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp;                    // 24  c = c / maximum(norm(c), 1.0)
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
+            const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-            const F exp_avg_2 = fma(one_minus_beta1, c_2, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -514,7 +526,7 @@ struct mars_bfloat16_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {7, -1, 1, ELEMENT, true, false, NONE, 1},  // last_grad
         {8, -1, 2, BLOCK_OF, true, false, NONE, 2},  // last_grad_scale
-        {9, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
+        {9, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -568,19 +580,24 @@ struct mars_bfloat16_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // sqrt_tensor_sum_of_c_max_one
-        {9, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
+        {10, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {11, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
+        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];  // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];   // float32 [tensor]  read
+        // float32 [tensor]  written
+        float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
+        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            store(sqrt_tensor_sum_of_c_max_one_at + i, max(F(1.0f), sqrt(tensor_sum_of_c)));
+            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
+            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
         }
     }
 };
@@ -602,7 +619,8 @@ struct mars_bfloat16_3 {
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // last_grad
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // last_grad_scale
-        {10, -1, 4, WHOLE, true, false, NONE, 9},  // sqrt_tensor_sum_of_c_max_one
+        {10, -1, 4, WHOLE, true, false, NONE, 9},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {11, -1, 4, WHOLE, true, false, NONE, 10},  // tensor_mul
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -613,18 +631,19 @@ struct mars_bfloat16_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];         // uint8 [n]  read and written
-        int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];   // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];              // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];        // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];            // uint8 [n]  read and written
+        int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_tensor_sum_of_c_max_one_at = (const float *)at[9];
+        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[9];
+        const float *__restrict tensor_mul_at = (const float *)at[10];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -637,12 +656,12 @@ struct mars_bfloat16_3 {
         const F one_minus_beta2(known.scalars[7]);
         const F scalar_5(known.scalars[8]);
         const F scalar_6(known.scalars[9]);
-        const F sqrt_tensor_sum_of_c_max_one = F(*sqrt_tensor_sum_of_c_max_one_at);
-        const F sqrt_tensor_sum_of_c_max_one_rcp = 1.0f / sqrt_tensor_sum_of_c_max_one;
+        const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
+        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float last_grad_scale_sqrt_kept[TILE];
+        alignas(64) float tensor_mul_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -650,14 +669,14 @@ struct mars_bfloat16_3 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float last_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_add_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float last_grad_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I last_grad_top_kept[TILE / BLOCK];
@@ -724,7 +743,7 @@ struct mars_bfloat16_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -732,22 +751,21 @@ struct mars_bfloat16_3 {
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(last_grad_scale_neg, last_grad_code_2 / (254.0f - last_grad_bend), g), F(0.0f));
                 // 23  c = g + gamma * beta1 / (1 - beta1) * change
                 const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
-                const F c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp;                  // 24  c = c / maximum(norm(c), 1.0)
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-                const F exp_avg = fma(one_minus_beta1, c_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-                const F exp_avg_sq_2 = fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq);
-                const F last_grad_scale_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+                const F tensor_mul_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(last_grad_scale_sqrt);
+                const I exp_avg_sq_pattern = bits(tensor_mul_sqrt);
                 const F g_abs = abs(g);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(last_grad_scale_sqrt_kept + i, last_grad_scale_sqrt);
+                store(tensor_mul_sqrt_kept + i, tensor_mul_sqrt);
                 store(noise_kept + i, noise);
                 store(g_kept + i, g);
             }
@@ -760,14 +778,14 @@ struct mars_bfloat16_3 {
         for (int b = 0; b < blocks; b++) {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
-                const F last_grad_scale_sqrt = load(last_grad_scale_sqrt_kept + i);
+                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(last_grad_scale_sqrt, scalar_5, scalar_6), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(tensor_mul_sqrt, scalar_5, scalar_6), p_2);
                 const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
@@ -779,7 +797,7 @@ struct mars_bfloat16_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I last_grad_top = largest(last_grad_top_kept + b);
-            const F last_grad_scale_sqrt = load(last_grad_scale_sqrt_kept + b);
+            const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + b);
             const F g = load(g_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
@@ -789,22 +807,22 @@ struct mars_bfloat16_3 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I last_grad_scale_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I last_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I tensor_mul_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I last_grad_scale_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I last_grad_up = max(I(75497472), last_grad_top) + 32767;
             const I last_grad_up_2 = where(last_grad_top < 2139095040, last_grad_up, I(2143289344));
             const I last_grad_divisor = min(I(2139095039), last_grad_up_2 & 2147450880);
             const F g_mul = as_float(last_grad_divisor) * 0.003937007859349251f;
-            store(last_grad_scale_add_2_kept + b, last_grad_scale_add_2);
+            store(tensor_mul_add_2_kept + b, tensor_mul_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(last_grad_scale_sub_kept + b, last_grad_scale_sub);
+            store(tensor_mul_sub_kept + b, tensor_mul_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(last_grad_scale_add_kept + b, last_grad_scale_add);
+            store(tensor_mul_add_kept + b, tensor_mul_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_kept + b, g_mul);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -814,26 +832,26 @@ struct mars_bfloat16_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I last_grad_scale_add_2(last_grad_scale_add_2_kept[b]);
+            const I tensor_mul_add_2(tensor_mul_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I last_grad_scale_sub(last_grad_scale_sub_kept[b]);
+            const I tensor_mul_sub(tensor_mul_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I last_grad_scale_add(last_grad_scale_add_kept[b]);
+            const I tensor_mul_add(tensor_mul_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F last_grad_scale_sqrt = load(last_grad_scale_sqrt_kept + i);
+                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = load(g_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + last_grad_scale_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(last_grad_scale_sqrt) - exp_avg_sq_base, last_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + tensor_mul_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(tensor_mul_sqrt) - exp_avg_sq_base, tensor_mul_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(last_grad_scale_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(tensor_mul_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F last_grad_scale_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(last_grad_scale_abs), i, end);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_abs = abs(exp_avg_value);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_sqrt_tensor_sum_of_c_max_one_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(last_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), g_mul), 12583040.0f)));
@@ -848,8 +866,8 @@ struct mars_bfloat16_3 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F last_grad_scale_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(last_grad_scale_mul_kept + b, last_grad_scale_mul);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -859,11 +877,11 @@ struct mars_bfloat16_3 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
-            const F last_grad_scale_mul(last_grad_scale_mul_kept[b]);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), last_grad_scale_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -880,7 +898,7 @@ struct mars_bfloat16_small_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {5, -1, 4, ELEMENT, true, false, NONE, 1},  // last_grad
-        {6, 8, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
+        {6, 9, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -915,19 +933,24 @@ struct mars_bfloat16_small_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // sqrt_tensor_sum_of_c_max_one
-        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {8, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
+        {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];  // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];   // float32 [tensor]  read
+        // float32 [tensor]  written
+        float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
+        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            store(sqrt_tensor_sum_of_c_max_one_at + i, max(F(1.0f), sqrt(tensor_sum_of_c)));
+            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
+            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
         }
     }
 };
@@ -946,20 +969,22 @@ struct mars_bfloat16_small_3 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // last_grad
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // sqrt_tensor_sum_of_c_max_one
+        {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[5];       // float32 [n]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];              // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[5];               // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_tensor_sum_of_c_max_one_at = (const float *)at[6];
+        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[6];
+        const float *__restrict tensor_mul_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -970,12 +995,12 @@ struct mars_bfloat16_small_3 {
         const F one_minus_lr_times_weight_decay(known.scalars[5]);
         const F one_minus_beta1(known.scalars[6]);
         const F one_minus_beta2(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_6(known.scalars[9]);
+        const F scalar_5(known.scalars[8]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[9]);
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
-        const F sqrt_tensor_sum_of_c_max_one = F(*sqrt_tensor_sum_of_c_max_one_at);
-        const F sqrt_tensor_sum_of_c_max_one_rcp = 1.0f / sqrt_tensor_sum_of_c_max_one;
+        const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
+        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1008,14 +1033,13 @@ struct mars_bfloat16_small_3 {
             const F change = where(0.0f < where_lt_one_t_one_zero, g - last_grad, F(0.0f));
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
-            const F c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp;                  // 24  c = c / maximum(norm(c), 1.0)
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
+            const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-            const F exp_avg_2 = fma(one_minus_beta1, c_2, beta1 * exp_avg);
+            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1046,7 +1070,8 @@ struct mars_float16_3 {
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // last_grad
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // last_grad_scale
-        {10, -1, 4, WHOLE, true, false, NONE, 9},  // sqrt_tensor_sum_of_c_max_one
+        {10, -1, 4, WHOLE, true, false, NONE, 9},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {11, -1, 4, WHOLE, true, false, NONE, 10},  // tensor_mul
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1057,18 +1082,19 @@ struct mars_float16_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];         // uint8 [n]  read and written
-        int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];   // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];              // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];        // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];            // uint8 [n]  read and written
+        int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_tensor_sum_of_c_max_one_at = (const float *)at[9];
+        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[9];
+        const float *__restrict tensor_mul_at = (const float *)at[10];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -1081,12 +1107,12 @@ struct mars_float16_3 {
         const F one_minus_beta2(known.scalars[7]);
         const F scalar_5(known.scalars[8]);
         const F scalar_6(known.scalars[9]);
-        const F sqrt_tensor_sum_of_c_max_one = F(*sqrt_tensor_sum_of_c_max_one_at);
-        const F sqrt_tensor_sum_of_c_max_one_rcp = 1.0f / sqrt_tensor_sum_of_c_max_one;
+        const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
+        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float last_grad_scale_sqrt_kept[TILE];
+        alignas(64) float tensor_mul_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -1094,14 +1120,14 @@ struct mars_float16_3 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float last_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t last_grad_scale_add_kept[TILE / BLOCK];
+        alignas(64) int32_t tensor_mul_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float last_grad_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I last_grad_top_kept[TILE / BLOCK];
@@ -1168,7 +1194,7 @@ struct mars_float16_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1176,22 +1202,21 @@ struct mars_float16_3 {
                 const F change = where(0.0f < where_lt_one_t_one_zero, fma(last_grad_scale_neg, last_grad_code_2 / (254.0f - last_grad_bend), g), F(0.0f));
                 // 23  c = g + gamma * beta1 / (1 - beta1) * change
                 const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
-                const F c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp;                  // 24  c = c / maximum(norm(c), 1.0)
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-                const F exp_avg = fma(one_minus_beta1, c_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-                const F exp_avg_sq_2 = fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq);
-                const F last_grad_scale_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+                const F tensor_mul_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(last_grad_scale_sqrt);
+                const I exp_avg_sq_pattern = bits(tensor_mul_sqrt);
                 const F g_abs = abs(g);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(last_grad_scale_sqrt_kept + i, last_grad_scale_sqrt);
+                store(tensor_mul_sqrt_kept + i, tensor_mul_sqrt);
                 store(noise_kept + i, noise);
                 store(g_kept + i, g);
             }
@@ -1204,12 +1229,12 @@ struct mars_float16_3 {
         for (int b = 0; b < blocks; b++) {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
-                const F last_grad_scale_sqrt = load(last_grad_scale_sqrt_kept + i);
+                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1219,18 +1244,18 @@ struct mars_float16_3 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(last_grad_scale_sqrt, scalar_5, scalar_6), p_2);
-                const I last_grad_scale_bitcast = bits(p_3);
-                const I p_sign = last_grad_scale_bitcast >> 16 & 32768;
-                const I p_magnitude = last_grad_scale_bitcast & 2147483647;
-                const F last_grad_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * last_grad_scale_bitcast_2;
+                const F p_3 = fma(-exp_avg, 1.0f / fma(tensor_mul_sqrt, scalar_5, scalar_6), p_2);
+                const I one_over_sqrt_tensor_sum_of_c_max_one_bitcast = bits(p_3);
+                const I p_sign = one_over_sqrt_tensor_sum_of_c_max_one_bitcast >> 16 & 32768;
+                const I p_magnitude = one_over_sqrt_tensor_sum_of_c_max_one_bitcast & 2147483647;
+                const F one_over_sqrt_tensor_sum_of_c_max_one_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * one_over_sqrt_tensor_sum_of_c_max_one_bitcast_2;
                 const I word_and_2 = noise & 255;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
                 const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(last_grad_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_wide_2 = where(one_over_sqrt_tensor_sum_of_c_max_one_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -1243,7 +1268,7 @@ struct mars_float16_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I last_grad_top = largest(last_grad_top_kept + b);
-            const F last_grad_scale_sqrt = load(last_grad_scale_sqrt_kept + b);
+            const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + b);
             const F g = load(g_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
@@ -1253,22 +1278,22 @@ struct mars_float16_3 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I last_grad_scale_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I last_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I tensor_mul_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I last_grad_scale_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I last_grad_up = max(I(75497472), last_grad_top) + 32767;
             const I last_grad_up_2 = where(last_grad_top < 2139095040, last_grad_up, I(2143289344));
             const I last_grad_divisor = min(I(2139095039), last_grad_up_2 & 2147450880);
             const F g_mul = as_float(last_grad_divisor) * 0.003937007859349251f;
-            store(last_grad_scale_add_2_kept + b, last_grad_scale_add_2);
+            store(tensor_mul_add_2_kept + b, tensor_mul_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(last_grad_scale_sub_kept + b, last_grad_scale_sub);
+            store(tensor_mul_sub_kept + b, tensor_mul_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(last_grad_scale_add_kept + b, last_grad_scale_add);
+            store(tensor_mul_add_kept + b, tensor_mul_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_kept + b, g_mul);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -1278,26 +1303,26 @@ struct mars_float16_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I last_grad_scale_add_2(last_grad_scale_add_2_kept[b]);
+            const I tensor_mul_add_2(tensor_mul_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I last_grad_scale_sub(last_grad_scale_sub_kept[b]);
+            const I tensor_mul_sub(tensor_mul_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I last_grad_scale_add(last_grad_scale_add_kept[b]);
+            const I tensor_mul_add(tensor_mul_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F last_grad_scale_sqrt = load(last_grad_scale_sqrt_kept + i);
+                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = load(g_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + last_grad_scale_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(last_grad_scale_sqrt) - exp_avg_sq_base, last_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + tensor_mul_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(tensor_mul_sqrt) - exp_avg_sq_base, tensor_mul_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(last_grad_scale_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(tensor_mul_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F last_grad_scale_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(last_grad_scale_abs), i, end);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_abs = abs(exp_avg_value);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_sqrt_tensor_sum_of_c_max_one_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(last_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), g_mul), 12583040.0f)));
@@ -1312,8 +1337,8 @@ struct mars_float16_3 {
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F last_grad_scale_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(last_grad_scale_mul_kept + b, last_grad_scale_mul);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1323,11 +1348,11 @@ struct mars_float16_3 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
-            const F last_grad_scale_mul(last_grad_scale_mul_kept[b]);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), last_grad_scale_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1348,20 +1373,22 @@ struct mars_float16_small_3 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // last_grad
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // sqrt_tensor_sum_of_c_max_one
+        {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[5];       // float32 [n]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];                 // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];              // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[5];               // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_tensor_sum_of_c_max_one_at = (const float *)at[6];
+        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[6];
+        const float *__restrict tensor_mul_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -1372,12 +1399,12 @@ struct mars_float16_small_3 {
         const F one_minus_lr_times_weight_decay(known.scalars[5]);
         const F one_minus_beta1(known.scalars[6]);
         const F one_minus_beta2(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[8]);
-        const F scalar_6(known.scalars[9]);
+        const F scalar_5(known.scalars[8]);
+        const F lr_over_one_minus_beta1_pow_t_times_beta1(known.scalars[9]);
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
-        const F sqrt_tensor_sum_of_c_max_one = F(*sqrt_tensor_sum_of_c_max_one_at);
-        const F sqrt_tensor_sum_of_c_max_one_rcp = 1.0f / sqrt_tensor_sum_of_c_max_one;
+        const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
+        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1406,7 +1433,7 @@ struct mars_float16_small_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1418,19 +1445,18 @@ struct mars_float16_small_3 {
             const F change = where(0.0f < where_lt_one_t_one_zero, g - last_grad, F(0.0f));
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
-            const F c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp;                  // 24  c = c / maximum(norm(c), 1.0)
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
+            const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-            const F exp_avg_2 = fma(one_minus_beta1, c_2, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_bitcast = bits(p_3);
+            const I p_sign = one_over_sqrt_tensor_sum_of_c_max_one_bitcast >> 16 & 32768;
+            const I p_magnitude = one_over_sqrt_tensor_sum_of_c_max_one_bitcast & 2147483647;
+            const F one_over_sqrt_tensor_sum_of_c_max_one_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * one_over_sqrt_tensor_sum_of_c_max_one_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1439,7 +1465,7 @@ struct mars_float16_small_3 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(one_over_sqrt_tensor_sum_of_c_max_one_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -1466,7 +1492,8 @@ struct mars_float32 {
         {1, ELEMENT},  // last_grad
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
-        {4, WHOLE},  // sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1488,7 +1515,8 @@ struct mars_float32_small {
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
-        {4, WHOLE},  // sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1514,7 +1542,8 @@ struct mars_bfloat16 {
         {1, ELEMENT},  // last_grad
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
-        {4, WHOLE},  // sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1537,7 +1566,8 @@ struct mars_bfloat16_small {
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
-        {4, WHOLE},  // sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1563,7 +1593,8 @@ struct mars_float16 {
         {1, ELEMENT},  // last_grad
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
-        {4, WHOLE},  // sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1586,7 +1617,8 @@ struct mars_float16_small {
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
-        {4, WHOLE},  // sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
+        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {

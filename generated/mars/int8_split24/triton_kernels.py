@@ -15,13 +15,13 @@
 #     last_grad   1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
 #                 |error| <= 0.00784 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #   traffic   17.2188 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def mars_float32_1_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -57,14 +57,14 @@ def mars_float32_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 6, tl.uint8, ALIGNED)               # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
+    tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = BLOCKS
@@ -86,7 +86,7 @@ def mars_float32_1(
                 g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -104,7 +104,7 @@ def mars_float32_1(
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -112,7 +112,7 @@ def mars_float32_1(
                 g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -123,49 +123,57 @@ def mars_float32_1(
                     few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def mars_float32_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
+def mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr):
     """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
+    tensor_sum_of_c_div = 1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_div)
+    tl.store(tensor_mul_ptr, tensor_sum_of_c_div * tensor_sum_of_c_div)
 
 
 @triton.jit
 def mars_float32_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
 ):
     """All values of the tensor."""
-    mars_float32_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
+    mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr)
 
 
 @triton.jit
 def mars_float32_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 9, tl.float32, False)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 9, tl.float32, False)
+    tensor_mul_ptr = pointer(row + 10, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    mars_float32_2_round(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES)
+    rows = tl.load(row + 13)
+    columns = tl.load(row + 14)
+    mars_float32_2_round(
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
+        columns, LANES,
+    )
 
 
 @triton.jit
 def mars_float32_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, last_grad_ptr,
-    last_grad_scale_ptr, sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 2147483647
@@ -175,7 +183,6 @@ def mars_float32_3_tile(
     last_grad_bend = tl.abs(last_grad_code)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -190,8 +197,9 @@ def mars_float32_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    tensor_mul = tl.load(tensor_mul_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
@@ -200,20 +208,18 @@ def mars_float32_3_tile(
     # 22  change = where(t > 1, g - last_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                     # 24  c = c / maximum(norm(c), 1.0)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
-    last_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    tensor_mul_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(last_grad_scale_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tensor_mul_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    exp_avg_sq_pattern = last_grad_scale_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = tensor_mul_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -222,10 +228,10 @@ def mars_float32_3_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    last_grad_scale_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    last_grad_scale_sub = 1601175552 - exp_avg_sq_base
+    tensor_mul_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -235,22 +241,22 @@ def mars_float32_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    last_grad_scale_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + last_grad_scale_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], last_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + tensor_mul_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], tensor_mul_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (last_grad_scale_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (tensor_mul_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    last_grad_scale_abs = tl.abs(exp_avg_value)
+    one_over_sqrt_tensor_sum_of_c_max_one_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    last_grad_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, last_grad_scale_abs, last_grad_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    one_over_sqrt_tensor_sum_of_c_max_one_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, one_over_sqrt_tensor_sum_of_c_max_one_abs, one_over_sqrt_tensor_sum_of_c_max_one_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
@@ -273,7 +279,7 @@ def mars_float32_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -283,12 +289,13 @@ def mars_float32_3(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     last_grad_ptr = pointer(row + 6, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 10, tl.float32, ALIGNED)           # float32 [1]  read
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    stream_key = tl.load(row + 17).to(tl.int32)
+    pace = (tl.load(row + 20) + 63) // 64 * 64
+    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -309,10 +316,10 @@ def mars_float32_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_float32_3_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, last_grad_ptr,
-                last_grad_scale_ptr, sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block, number, beta1,
-                beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where, block, live,
+                live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -337,10 +344,11 @@ def mars_float32_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, last_grad_ptr + start + odd * TILE,
-                    last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, sqrt_tensor_sum_of_c_max_one_ptr, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                    last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+                    tensor_mul_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -348,10 +356,10 @@ def mars_float32_3(
             mars_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, last_grad_ptr + start,
-                last_grad_scale_ptr + tile * BLOCKS, sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at,
+                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -362,10 +370,11 @@ def mars_float32_3(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
-                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_tensor_sum_of_c_max_one_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
+                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
+                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                    stream_key, True,
                 )
 
 
@@ -385,7 +394,7 @@ def mars_float32_small_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -396,12 +405,12 @@ def mars_float32_small_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
+    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -417,7 +426,7 @@ def mars_float32_small_1(
                 g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -425,7 +434,7 @@ def mars_float32_small_1(
             g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -434,7 +443,7 @@ def mars_float32_small_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -442,32 +451,36 @@ def mars_float32_small_1(
 def mars_float32_small_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, False)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, False)
+    tensor_mul_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
     mars_float32_2_round(
-        sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
+        columns, LANES,
     )
 
 
 @triton.jit
 def mars_float32_small_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, sqrt_tensor_sum_of_c_max_one_ptr, at, live,
-    beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+    tensor_mul_ptr, at, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     g = grad_scale * g
     last_grad = get(last_grad_ptr, at, live, MASKED)
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/mars.py)
@@ -475,15 +488,13 @@ def mars_float32_small_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                            # 24  c = c / maximum(norm(c), 1.0)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -496,21 +507,22 @@ def mars_float32_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -527,18 +539,20 @@ def mars_float32_small_3(
             mars_float32_small_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         mars_float32_small_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
+            where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+            scalar_8, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -546,9 +560,10 @@ def mars_float32_small_3(
             live = few < count - start
             mars_float32_small_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, True,
             )
 
 
@@ -574,7 +589,7 @@ def mars_bfloat16_1_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -585,14 +600,14 @@ def mars_bfloat16_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    tensor_sum_of_c_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 16)
+    columns = tl.load(row + 17)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = BLOCKS
@@ -614,7 +629,7 @@ def mars_bfloat16_1(
                 g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -632,7 +647,7 @@ def mars_bfloat16_1(
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -640,7 +655,7 @@ def mars_bfloat16_1(
                 g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -651,7 +666,7 @@ def mars_bfloat16_1(
                     few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -659,26 +674,31 @@ def mars_bfloat16_1(
 def mars_bfloat16_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, False)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, False)
+    tensor_mul_ptr = pointer(row + 11, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    mars_float32_2_round(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES)
+    rows = tl.load(row + 14)
+    columns = tl.load(row + 15)
+    mars_float32_2_round(
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
+        columns, LANES,
+    )
 
 
 @triton.jit
 def mars_bfloat16_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    last_grad_ptr, last_grad_scale_ptr, sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 2147483647
@@ -688,7 +708,6 @@ def mars_bfloat16_3_tile(
     last_grad_bend = tl.abs(last_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -703,8 +722,9 @@ def mars_bfloat16_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    tensor_mul = tl.load(tensor_mul_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -716,17 +736,15 @@ def mars_bfloat16_3_tile(
     # 22  change = where(t > 1, g - last_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                     # 24  c = c / maximum(norm(c), 1.0)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
-    last_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    tensor_mul_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(last_grad_scale_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tensor_mul_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -740,7 +758,7 @@ def mars_bfloat16_3_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    exp_avg_sq_pattern = last_grad_scale_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = tensor_mul_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -749,27 +767,27 @@ def mars_bfloat16_3_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    last_grad_scale_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    last_grad_scale_sub = 1601175552 - exp_avg_sq_base
+    tensor_mul_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    last_grad_scale_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + last_grad_scale_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], last_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + tensor_mul_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], tensor_mul_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (last_grad_scale_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (tensor_mul_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    last_grad_scale_abs = tl.abs(exp_avg_value)
+    one_over_sqrt_tensor_sum_of_c_max_one_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    last_grad_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, last_grad_scale_abs, last_grad_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    one_over_sqrt_tensor_sum_of_c_max_one_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, one_over_sqrt_tensor_sum_of_c_max_one_abs, one_over_sqrt_tensor_sum_of_c_max_one_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
@@ -792,7 +810,7 @@ def mars_bfloat16_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -803,12 +821,13 @@ def mars_bfloat16_3(
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 11, tl.float32, ALIGNED)           # float32 [1]  read
+    numel = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    stream_key = tl.load(row + 18).to(tl.int32)
+    pace = (tl.load(row + 21) + 63) // 64 * 64
+    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -829,10 +848,10 @@ def mars_bfloat16_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_bfloat16_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                last_grad_ptr, last_grad_scale_ptr, sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block,
-                number, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where,
+                block, live, live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -859,7 +878,7 @@ def mars_bfloat16_3(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
+                    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
@@ -870,10 +889,11 @@ def mars_bfloat16_3(
             mars_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, sqrt_tensor_sum_of_c_max_one_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+                tensor_mul_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -884,10 +904,11 @@ def mars_bfloat16_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
-                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_tensor_sum_of_c_max_one_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
+                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
+                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                    stream_key, True,
                 )
 
 
@@ -907,7 +928,7 @@ def mars_bfloat16_small_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -918,12 +939,12 @@ def mars_bfloat16_small_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -939,7 +960,7 @@ def mars_bfloat16_small_1(
                 g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -947,7 +968,7 @@ def mars_bfloat16_small_1(
             g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -956,7 +977,7 @@ def mars_bfloat16_small_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -964,33 +985,36 @@ def mars_bfloat16_small_1(
 def mars_bfloat16_small_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, False)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, False)
+    tensor_mul_ptr = pointer(row + 8, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
+    rows = tl.load(row + 11)
+    columns = tl.load(row + 12)
     mars_float32_2_round(
-        sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
+        columns, LANES,
     )
 
 
 @triton.jit
 def mars_bfloat16_small_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-    sqrt_tensor_sum_of_c_max_one_ptr, at, live, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key,
-    stream_key, MASKED: tl.constexpr,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, live, index, beta1, beta2, grad_scale,
+    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+    scalar_8, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     last_grad = get(last_grad_ptr, at, live, MASKED)
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -1001,15 +1025,13 @@ def mars_bfloat16_small_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                            # 24  c = c / maximum(norm(c), 1.0)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
@@ -1033,13 +1055,13 @@ def mars_bfloat16_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1047,16 +1069,17 @@ def mars_bfloat16_small_3(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 8, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 13)
+    stream_key = tl.load(row + 15).to(tl.int32)
+    pace = tl.load(row + 18)
+    begin = tl.load(row + 16) * pace + tl.load(row + 17)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
+        columns = tl.load(row + 14)
         end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
         for tile in range(first * (TILE // LESS), end):
             where = tile * LESS + few
@@ -1064,10 +1087,10 @@ def mars_bfloat16_small_3(
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             mars_bfloat16_small_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-                sqrt_tensor_sum_of_c_max_one_ptr, where, live, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key,
-                stream_key, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where, live, number, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1087,10 +1110,10 @@ def mars_bfloat16_small_3(
                 mars_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    last_grad_ptr + start + odd * TILE, sqrt_tensor_sum_of_c_max_one_ptr, at, at,
+                    last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key,
+                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1098,10 +1121,11 @@ def mars_bfloat16_small_3(
         if start + TILE <= count:
             mars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, sqrt_tensor_sum_of_c_max_one_ptr, at, at, before + start + (at & -8) | at & 7,
-                beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
+                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1109,10 +1133,10 @@ def mars_bfloat16_small_3(
                 live = few < count - start
                 mars_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    last_grad_ptr + start, sqrt_tensor_sum_of_c_max_one_ptr, few, live,
+                    last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live,
                     before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key,
+                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, True,
                 )
 
@@ -1139,7 +1163,7 @@ def mars_float16_1_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -1150,14 +1174,14 @@ def mars_float16_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    tensor_sum_of_c_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 16)
+    columns = tl.load(row + 17)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = BLOCKS
@@ -1179,7 +1203,7 @@ def mars_float16_1(
                 g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1197,7 +1221,7 @@ def mars_float16_1(
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
@@ -1205,7 +1229,7 @@ def mars_float16_1(
                 g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
                 grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
@@ -1216,20 +1240,21 @@ def mars_float16_1(
                     few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def mars_float16_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    last_grad_ptr, last_grad_scale_ptr, sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 2147483647
@@ -1239,7 +1264,6 @@ def mars_float16_3_tile(
     last_grad_bend = tl.abs(last_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1254,14 +1278,15 @@ def mars_float16_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    tensor_mul = tl.load(tensor_mul_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1274,23 +1299,21 @@ def mars_float16_3_tile(
     # 22  change = where(t > 1, g - last_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                     # 24  c = c / maximum(norm(c), 1.0)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
-    last_grad_scale_sqrt = tl.sqrt(exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    tensor_mul_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(last_grad_scale_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tensor_mul_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
-    last_grad_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = last_grad_scale_bitcast >> 16 & 32768
-    p_magnitude = last_grad_scale_bitcast & 2147483647
-    last_grad_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * last_grad_scale_bitcast
+    one_over_sqrt_tensor_sum_of_c_max_one_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = one_over_sqrt_tensor_sum_of_c_max_one_bitcast >> 16 & 32768
+    p_magnitude = one_over_sqrt_tensor_sum_of_c_max_one_bitcast & 2147483647
+    one_over_sqrt_tensor_sum_of_c_max_one_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * one_over_sqrt_tensor_sum_of_c_max_one_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1304,12 +1327,12 @@ def mars_float16_3_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(last_grad_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(one_over_sqrt_tensor_sum_of_c_max_one_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    exp_avg_sq_pattern = last_grad_scale_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = tensor_mul_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -1318,27 +1341,27 @@ def mars_float16_3_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    last_grad_scale_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    last_grad_scale_sub = 1601175552 - exp_avg_sq_base
+    tensor_mul_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    last_grad_scale_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + last_grad_scale_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], last_grad_scale_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + tensor_mul_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], tensor_mul_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (last_grad_scale_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (tensor_mul_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    last_grad_scale_abs = tl.abs(exp_avg_value)
+    one_over_sqrt_tensor_sum_of_c_max_one_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
     exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    last_grad_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, last_grad_scale_abs, last_grad_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    one_over_sqrt_tensor_sum_of_c_max_one_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, one_over_sqrt_tensor_sum_of_c_max_one_abs, one_over_sqrt_tensor_sum_of_c_max_one_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
@@ -1361,7 +1384,7 @@ def mars_float16_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1372,12 +1395,13 @@ def mars_float16_3(
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 11, tl.float32, ALIGNED)           # float32 [1]  read
+    numel = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    stream_key = tl.load(row + 18).to(tl.int32)
+    pace = (tl.load(row + 21) + 63) // 64 * 64
+    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -1398,10 +1422,10 @@ def mars_float16_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_float16_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                last_grad_ptr, last_grad_scale_ptr, sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block,
-                number, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where,
+                block, live, live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1428,7 +1452,7 @@ def mars_float16_3(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
+                    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
@@ -1439,10 +1463,11 @@ def mars_float16_3(
             mars_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, sqrt_tensor_sum_of_c_max_one_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+                tensor_mul_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1453,10 +1478,11 @@ def mars_float16_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
-                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_tensor_sum_of_c_max_one_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
+                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
+                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1476,7 +1502,7 @@ def mars_float16_small_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c * c, at, live, MASKED)
+    return term(c, at, live, MASKED)
 
 
 @triton.jit
@@ -1487,12 +1513,12 @@ def mars_float16_small_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
     few = tl.arange(0, LESS)
@@ -1508,7 +1534,7 @@ def mars_float16_small_1(
                 g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
@@ -1516,7 +1542,7 @@ def mars_float16_small_1(
             g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1525,30 +1551,31 @@ def mars_float16_small_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def mars_float16_small_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-    sqrt_tensor_sum_of_c_max_one_ptr, at, live, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key,
-    stream_key, MASKED: tl.constexpr,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, live, index, beta1, beta2, grad_scale,
+    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+    scalar_8, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
+    one_over_sqrt_tensor_sum_of_c_max_one = tl.load(one_over_sqrt_tensor_sum_of_c_max_one_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     last_grad = get(last_grad_ptr, at, live, MASKED)
-    sqrt_tensor_sum_of_c_max_one = tl.load(sqrt_tensor_sum_of_c_max_one_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1561,24 +1588,22 @@ def mars_float16_small_3_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
-    sqrt_tensor_sum_of_c_max_one_rcp = 1.0 / sqrt_tensor_sum_of_c_max_one
-    c_2 = c * sqrt_tensor_sum_of_c_max_one_rcp                            # 24  c = c / maximum(norm(c), 1.0)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * c * sqrt_tensor_sum_of_c_max_one_rcp * c, sqrt_tensor_sum_of_c_max_one_rcp, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_6, c_2, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
+    p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1, c_2, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # -- encode and store
     put(last_grad_ptr, at, g, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    one_over_sqrt_tensor_sum_of_c_max_one_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = one_over_sqrt_tensor_sum_of_c_max_one_bitcast >> 16 & 32768
+    p_magnitude = one_over_sqrt_tensor_sum_of_c_max_one_bitcast & 2147483647
+    one_over_sqrt_tensor_sum_of_c_max_one_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * one_over_sqrt_tensor_sum_of_c_max_one_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1592,7 +1617,7 @@ def mars_float16_small_3_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(one_over_sqrt_tensor_sum_of_c_max_one_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1604,13 +1629,13 @@ def mars_float16_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1618,16 +1643,17 @@ def mars_float16_small_3(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_mul_ptr = pointer(row + 8, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 13)
+    stream_key = tl.load(row + 15).to(tl.int32)
+    pace = tl.load(row + 18)
+    begin = tl.load(row + 16) * pace + tl.load(row + 17)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
+        columns = tl.load(row + 14)
         end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
         for tile in range(first * (TILE // LESS), end):
             where = tile * LESS + few
@@ -1635,10 +1661,10 @@ def mars_float16_small_3(
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             mars_float16_small_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-                sqrt_tensor_sum_of_c_max_one_ptr, where, live, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key,
-                stream_key, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where, live, number, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                scalar_8, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1658,10 +1684,10 @@ def mars_float16_small_3(
                 mars_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    last_grad_ptr + start + odd * TILE, sqrt_tensor_sum_of_c_max_one_ptr, at, at,
+                    last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key,
+                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1669,10 +1695,11 @@ def mars_float16_small_3(
         if start + TILE <= count:
             mars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, sqrt_tensor_sum_of_c_max_one_ptr, at, at, before + start + (at & -8) | at & 7,
-                beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
+                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1680,10 +1707,10 @@ def mars_float16_small_3(
                 live = few < count - start
                 mars_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    last_grad_ptr + start, sqrt_tensor_sum_of_c_max_one_ptr, few, live,
+                    last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live,
                     before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key,
+                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, True,
                 )
 

@@ -13,7 +13,7 @@
 //     row_sq           0 B  f32, one per row
 //                      exact; every f32
 //   traffic   18.0625 B per bfloat16 parameter and step: 4 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -112,7 +112,7 @@ struct normuon_float32_no_matrix {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -338,7 +338,7 @@ struct normuon_bfloat16_no_matrix {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -603,7 +603,7 @@ struct normuon_float16_no_matrix {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -639,7 +639,7 @@ struct normuon_float16_no_matrix {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -773,7 +773,7 @@ struct normuon_float16_no_matrix_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -943,7 +943,7 @@ struct normuon_float32_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, 12, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
+        {6, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     };
 
@@ -970,28 +970,32 @@ struct normuon_float32_4 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {4, -1, 4, ROW, true, true, NONE, 0},  // row_sq
-        {7, -1, 4, ROW, false, true, NONE, 1},  // sqrt_row_sq_2_plus_eps
-        {6, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
+        {7, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
+        {8, -1, 4, ROW, false, true, NONE, 2},  // row_mul_2
+        {6, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict row_sq_at = (float *)at[0];                          // float32 [row]  read and written
-        float *__restrict sqrt_row_sq_2_plus_eps_at = (float *)at[1];          // float32 [row]  written
-        const float *__restrict row_sum_for_row_sq_at = (const float *)at[2];  // float32 [row]  read
+        float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
+        float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (float *)at[1];  // float32 [row]  written
+        float *__restrict row_mul_2_at = (float *)at[2];                        // float32 [row]  written
+        const float *__restrict row_sum_for_row_sq_at = (const float *)at[3];   // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F beta2(known.scalars[3]);
         const F eps(known.scalars[4]);
         const F one_minus_beta2(known.scalars[5]);
 
-        // -- elements: decode, update  (specs/normuon.py)
+        // -- elements: decode, update, encode  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const F row_sum_for_row_sq = load(row_sum_for_row_sq_at + i);
             const F row_sq = load(row_sq_at + i);
             // 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
             const F row_sq_2 = fma(one_minus_beta2, row_sum_for_row_sq / F(extent[1]), beta2 * row_sq);
+            const F row_sum_for_row_sq_div = 1.0f / (sqrt(row_sq_2) + eps);
             store(row_sq_at + i, row_sq_2);
-            store(sqrt_row_sq_2_plus_eps_at + i, sqrt(row_sq_2) + eps);
+            store(one_over_sqrt_row_sq_2_plus_eps_at + i, row_sum_for_row_sq_div);
+            store(row_mul_2_at + i, row_sum_for_row_sq_div * row_sum_for_row_sq_div);
         }
     }
 };
@@ -1004,25 +1008,22 @@ struct normuon_float32_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {8, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
+        {9, 15, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {7, -1, 4, ROW, true, false, NONE, 2},  // sqrt_row_sq_2_plus_eps
+        {8, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
+        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
-            store(row_sum_for_size_at + i, even * even);
+            store(row_sum_for_size_at + i, direction * direction * load(row_mul_2_at + (i & row_mask)));
         }
     }
 };
@@ -1035,8 +1036,8 @@ struct normuon_float32_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
-        {8, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
+        {10, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
+        {9, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1060,7 +1061,7 @@ struct normuon_float32_7 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
+        {11, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1084,9 +1085,9 @@ struct normuon_float32_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
-        {10, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
+        {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
+        {11, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
+        {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1109,39 +1110,63 @@ struct normuon_float32_8 {
     }
 };
 
-// a sweep: the update
+// row: values of rows
 template <class Grad>
 struct normuon_float32_9 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ROW;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {13, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
+        {12, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
+        {7, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict row_mul_3_at = (float *)at[0];                  // float32 [row]  written
+        const float *__restrict lr_times_size_at = (const float *)at[1];  // float32 [tensor]  read
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F lr_times_size = F(*lr_times_size_at);
+            const F one_over_sqrt_row_sq_2_plus_eps = load(one_over_sqrt_row_sq_2_plus_eps_at + i);
+            store(row_mul_3_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
+        }
+    }
+};
+
+// a sweep: the update
+template <class Grad>
+struct normuon_float32_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
-        {5, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {7, -1, 4, ROW, true, false, NONE, 3},  // sqrt_row_sq_2_plus_eps
+        {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
+        {13, -1, 4, ROW, true, false, NONE, 2},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const float *__restrict lr_times_size_at = (const float *)at[1];    // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[3];
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
+        const float *__restrict row_mul_3_at = (const float *)at[2];        // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_times_size = F(*lr_times_size_at);
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F p = load(p_at + i);
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_size, even, p_2);       // 43  p = p - lr * size * even
+            // 43  p = p - lr * size * even
+            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -1190,7 +1215,7 @@ struct normuon_float32_small_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, 11, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
+        {5, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     };
 
@@ -1217,28 +1242,32 @@ struct normuon_float32_small_4 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {3, -1, 4, ROW, true, true, NONE, 0},  // row_sq
-        {6, -1, 4, ROW, false, true, NONE, 1},  // sqrt_row_sq_2_plus_eps
-        {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
+        {6, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
+        {7, -1, 4, ROW, false, true, NONE, 2},  // row_mul_2
+        {5, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict row_sq_at = (float *)at[0];                          // float32 [row]  read and written
-        float *__restrict sqrt_row_sq_2_plus_eps_at = (float *)at[1];          // float32 [row]  written
-        const float *__restrict row_sum_for_row_sq_at = (const float *)at[2];  // float32 [row]  read
+        float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
+        float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (float *)at[1];  // float32 [row]  written
+        float *__restrict row_mul_2_at = (float *)at[2];                        // float32 [row]  written
+        const float *__restrict row_sum_for_row_sq_at = (const float *)at[3];   // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F beta2(known.scalars[3]);
         const F eps(known.scalars[4]);
         const F one_minus_beta2(known.scalars[5]);
 
-        // -- elements: decode, update  (specs/normuon.py)
+        // -- elements: decode, update, encode  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const F row_sum_for_row_sq = load(row_sum_for_row_sq_at + i);
             const F row_sq = load(row_sq_at + i);
             // 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
             const F row_sq_2 = fma(one_minus_beta2, row_sum_for_row_sq / F(extent[1]), beta2 * row_sq);
+            const F row_sum_for_row_sq_div = 1.0f / (sqrt(row_sq_2) + eps);
             store(row_sq_at + i, row_sq_2);
-            store(sqrt_row_sq_2_plus_eps_at + i, sqrt(row_sq_2) + eps);
+            store(one_over_sqrt_row_sq_2_plus_eps_at + i, row_sum_for_row_sq_div);
+            store(row_mul_2_at + i, row_sum_for_row_sq_div * row_sum_for_row_sq_div);
         }
     }
 };
@@ -1251,25 +1280,22 @@ struct normuon_float32_small_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, 12, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
+        {8, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {6, -1, 4, ROW, true, false, NONE, 2},  // sqrt_row_sq_2_plus_eps
+        {7, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
+        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
-            store(row_sum_for_size_at + i, even * even);
+            store(row_sum_for_size_at + i, direction * direction * load(row_mul_2_at + (i & row_mask)));
         }
     }
 };
@@ -1282,8 +1308,8 @@ struct normuon_float32_small_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {8, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
-        {7, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
+        {9, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
+        {8, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1307,7 +1333,7 @@ struct normuon_float32_small_7 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
+        {10, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1331,9 +1357,9 @@ struct normuon_float32_small_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
-        {9, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
-        {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
+        {11, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
+        {10, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
+        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1356,39 +1382,63 @@ struct normuon_float32_small_8 {
     }
 };
 
-// a sweep: the update
+// row: values of rows
 template <class Grad>
 struct normuon_float32_small_9 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ROW;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {12, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
+        {11, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
+        {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict row_mul_3_at = (float *)at[0];                  // float32 [row]  written
+        const float *__restrict lr_times_size_at = (const float *)at[1];  // float32 [tensor]  read
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F lr_times_size = F(*lr_times_size_at);
+            const F one_over_sqrt_row_sq_2_plus_eps = load(one_over_sqrt_row_sq_2_plus_eps_at + i);
+            store(row_mul_3_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
+        }
+    }
+};
+
+// a sweep: the update
+template <class Grad>
+struct normuon_float32_small_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {10, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
-        {4, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {6, -1, 4, ROW, true, false, NONE, 3},  // sqrt_row_sq_2_plus_eps
+        {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
+        {12, -1, 4, ROW, true, false, NONE, 2},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const float *__restrict lr_times_size_at = (const float *)at[1];    // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[3];
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
+        const float *__restrict row_mul_3_at = (const float *)at[2];        // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_times_size = F(*lr_times_size_at);
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F p = load(p_at + i);
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_size, even, p_2);       // 43  p = p - lr * size * even
+            // 43  p = p - lr * size * even
+            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -1525,7 +1575,7 @@ struct normuon_bfloat16_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
+        {7, 15, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {6, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     };
 
@@ -1552,28 +1602,32 @@ struct normuon_bfloat16_4 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, ROW, true, true, NONE, 0},  // row_sq
-        {8, -1, 4, ROW, false, true, NONE, 1},  // sqrt_row_sq_2_plus_eps
-        {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
+        {8, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
+        {9, -1, 4, ROW, false, true, NONE, 2},  // row_mul_2
+        {7, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict row_sq_at = (float *)at[0];                          // float32 [row]  read and written
-        float *__restrict sqrt_row_sq_2_plus_eps_at = (float *)at[1];          // float32 [row]  written
-        const float *__restrict row_sum_for_row_sq_at = (const float *)at[2];  // float32 [row]  read
+        float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
+        float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (float *)at[1];  // float32 [row]  written
+        float *__restrict row_mul_2_at = (float *)at[2];                        // float32 [row]  written
+        const float *__restrict row_sum_for_row_sq_at = (const float *)at[3];   // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F beta2(known.scalars[3]);
         const F eps(known.scalars[4]);
         const F one_minus_beta2(known.scalars[5]);
 
-        // -- elements: decode, update  (specs/normuon.py)
+        // -- elements: decode, update, encode  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const F row_sum_for_row_sq = load(row_sum_for_row_sq_at + i);
             const F row_sq = load(row_sq_at + i);
             // 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
             const F row_sq_2 = fma(one_minus_beta2, row_sum_for_row_sq / F(extent[1]), beta2 * row_sq);
+            const F row_sum_for_row_sq_div = 1.0f / (sqrt(row_sq_2) + eps);
             store(row_sq_at + i, row_sq_2);
-            store(sqrt_row_sq_2_plus_eps_at + i, sqrt(row_sq_2) + eps);
+            store(one_over_sqrt_row_sq_2_plus_eps_at + i, row_sum_for_row_sq_div);
+            store(row_mul_2_at + i, row_sum_for_row_sq_div * row_sum_for_row_sq_div);
         }
     }
 };
@@ -1586,25 +1640,22 @@ struct normuon_bfloat16_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
+        {10, 16, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {6, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {8, -1, 4, ROW, true, false, NONE, 2},  // sqrt_row_sq_2_plus_eps
+        {9, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
+        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
-            store(row_sum_for_size_at + i, even * even);
+            store(row_sum_for_size_at + i, direction * direction * load(row_mul_2_at + (i & row_mask)));
         }
     }
 };
@@ -1617,8 +1668,8 @@ struct normuon_bfloat16_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
-        {9, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
+        {11, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
+        {10, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1642,7 +1693,7 @@ struct normuon_bfloat16_7 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
+        {12, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1666,9 +1717,9 @@ struct normuon_bfloat16_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
-        {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
+        {13, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
+        {12, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
+        {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1691,9 +1742,38 @@ struct normuon_bfloat16_8 {
     }
 };
 
-// a sweep: the update
+// row: values of rows
 template <class Grad>
 struct normuon_bfloat16_9 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ROW;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {14, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
+        {13, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
+        {8, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict row_mul_3_at = (float *)at[0];                  // float32 [row]  written
+        const float *__restrict lr_times_size_at = (const float *)at[1];  // float32 [tensor]  read
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F lr_times_size = F(*lr_times_size_at);
+            const F one_over_sqrt_row_sq_2_plus_eps = load(one_over_sqrt_row_sq_2_plus_eps_at + i);
+            store(row_mul_3_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
+        }
+    }
+};
+
+// a sweep: the update
+template <class Grad>
+struct normuon_bfloat16_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1701,23 +1781,19 @@ struct normuon_bfloat16_9 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {12, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_size
-        {6, -1, 2, ELEMENT, true, false, NONE, 3},  // direction
-        {8, -1, 4, ROW, true, false, NONE, 4},  // sqrt_row_sq_2_plus_eps
+        {6, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
+        {14, -1, 4, ROW, true, false, NONE, 3},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const float *__restrict lr_times_size_at = (const float *)at[2];    // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[3];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[4];
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
+        const float *__restrict row_mul_3_at = (const float *)at[3];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_times_size = F(*lr_times_size_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1744,10 +1820,9 @@ struct normuon_bfloat16_9 {
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F direction = widened(direction_stored);
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 42  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_size, even, p_2);                      // 43  p = p - lr * size * even
+            // 43  p = p - lr * size * even
+            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1795,7 +1870,7 @@ struct normuon_bfloat16_small_1 {
 
 // a sweep: the update
 template <class Grad>
-struct normuon_bfloat16_small_9 {
+struct normuon_bfloat16_small_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1803,23 +1878,19 @@ struct normuon_bfloat16_small_9 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {11, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_size
-        {5, -1, 2, ELEMENT, true, false, NONE, 3},  // direction
-        {7, -1, 4, ROW, true, false, NONE, 4},  // sqrt_row_sq_2_plus_eps
+        {5, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
+        {13, -1, 4, ROW, true, false, NONE, 3},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const float *__restrict lr_times_size_at = (const float *)at[2];    // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[3];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[4];
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
+        const float *__restrict row_mul_3_at = (const float *)at[3];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_times_size = F(*lr_times_size_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1846,10 +1917,9 @@ struct normuon_bfloat16_small_9 {
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F direction = widened(direction_stored);
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 42  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_size, even, p_2);                      // 43  p = p - lr * size * even
+            // 43  p = p - lr * size * even
+            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1862,7 +1932,7 @@ struct normuon_bfloat16_small_9 {
 
 // a sweep: the update
 template <class Grad>
-struct normuon_float16_9 {
+struct normuon_float16_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1870,23 +1940,19 @@ struct normuon_float16_9 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {12, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_size
-        {6, -1, 2, ELEMENT, true, false, NONE, 3},  // direction
-        {8, -1, 4, ROW, true, false, NONE, 4},  // sqrt_row_sq_2_plus_eps
+        {6, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
+        {14, -1, 4, ROW, true, false, NONE, 3},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const float *__restrict lr_times_size_at = (const float *)at[2];    // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[3];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[4];
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
+        const float *__restrict row_mul_3_at = (const float *)at[3];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_times_size = F(*lr_times_size_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1911,7 +1977,7 @@ struct normuon_float16_9 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1920,15 +1986,14 @@ struct normuon_float16_9 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_size, even, p_2);       // 43  p = p - lr * size * even
-            const I lr_times_size_bitcast = bits(p_3);
-            const I p_sign = lr_times_size_bitcast >> 16 & 32768;
-            const I p_magnitude = lr_times_size_bitcast & 2147483647;
-            const F lr_times_size_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * lr_times_size_bitcast_2;
+            // 43  p = p - lr * size * even
+            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const I direction_bitcast = bits(p_3);
+            const I p_sign = direction_bitcast >> 16 & 32768;
+            const I p_magnitude = direction_bitcast & 2147483647;
+            const F direction_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * direction_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1937,7 +2002,7 @@ struct normuon_float16_9 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(lr_times_size_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(direction_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -1948,7 +2013,7 @@ struct normuon_float16_9 {
 
 // a sweep: the update
 template <class Grad>
-struct normuon_float16_small_9 {
+struct normuon_float16_small_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = true;
@@ -1956,23 +2021,19 @@ struct normuon_float16_small_9 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {11, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_size
-        {5, -1, 2, ELEMENT, true, false, NONE, 3},  // direction
-        {7, -1, 4, ROW, true, false, NONE, 4},  // sqrt_row_sq_2_plus_eps
+        {5, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
+        {13, -1, 4, ROW, true, false, NONE, 3},  // row_mul_3
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const float *__restrict lr_times_size_at = (const float *)at[2];    // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[3];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict sqrt_row_sq_2_plus_eps_at = (const float *)at[4];
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
+        const float *__restrict row_mul_3_at = (const float *)at[3];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_times_size = F(*lr_times_size_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1997,7 +2058,7 @@ struct normuon_float16_small_9 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2006,15 +2067,14 @@ struct normuon_float16_small_9 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction / load(sqrt_row_sq_2_plus_eps_at + (i & row_mask));
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_size, even, p_2);       // 43  p = p - lr * size * even
-            const I lr_times_size_bitcast = bits(p_3);
-            const I p_sign = lr_times_size_bitcast >> 16 & 32768;
-            const I p_magnitude = lr_times_size_bitcast & 2147483647;
-            const F lr_times_size_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * lr_times_size_bitcast_2;
+            // 43  p = p - lr * size * even
+            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const I direction_bitcast = bits(p_3);
+            const I p_sign = direction_bitcast >> 16 & 32768;
+            const I p_magnitude = direction_bitcast & 2147483647;
+            const F direction_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * direction_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -2023,7 +2083,7 @@ struct normuon_float16_small_9 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(lr_times_size_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(direction_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -2045,11 +2105,13 @@ struct normuon_float32 {
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // sqrt_row_sq_2_plus_eps
+        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
+        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
+        {4, ROW},  // row_mul_3
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2062,6 +2124,7 @@ struct normuon_float32 {
         stage<normuon_float32_7<Grad>>(),
         stage<normuon_float32_8<Grad>>(),
         stage<normuon_float32_9<Grad>>(),
+        stage<normuon_float32_10<Grad>>(),
     };
 };
 
@@ -2077,11 +2140,13 @@ struct normuon_float32_small {
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // sqrt_row_sq_2_plus_eps
+        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
+        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
+        {4, ROW},  // row_mul_3
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2094,6 +2159,7 @@ struct normuon_float32_small {
         stage<normuon_float32_small_7<Grad>>(),
         stage<normuon_float32_small_8<Grad>>(),
         stage<normuon_float32_small_9<Grad>>(),
+        stage<normuon_float32_small_10<Grad>>(),
     };
 };
 
@@ -2111,11 +2177,13 @@ struct normuon_bfloat16 {
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // sqrt_row_sq_2_plus_eps
+        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
+        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
+        {4, ROW},  // row_mul_3
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2128,6 +2196,7 @@ struct normuon_bfloat16 {
         stage<normuon_bfloat16_7<Grad>>(),
         stage<normuon_bfloat16_8<Grad>>(),
         stage<normuon_bfloat16_9<Grad>>(),
+        stage<normuon_bfloat16_10<Grad>>(),
     };
 };
 
@@ -2144,11 +2213,13 @@ struct normuon_bfloat16_small {
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // sqrt_row_sq_2_plus_eps
+        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
+        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
+        {4, ROW},  // row_mul_3
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2160,7 +2231,8 @@ struct normuon_bfloat16_small {
         stage<normuon_float32_6<Grad>>(),
         stage<normuon_float32_7<Grad>>(),
         stage<normuon_float32_8<Grad>>(),
-        stage<normuon_bfloat16_small_9<Grad>>(),
+        stage<normuon_float32_9<Grad>>(),
+        stage<normuon_bfloat16_small_10<Grad>>(),
     };
 };
 
@@ -2178,11 +2250,13 @@ struct normuon_float16 {
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // sqrt_row_sq_2_plus_eps
+        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
+        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
+        {4, ROW},  // row_mul_3
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2194,7 +2268,8 @@ struct normuon_float16 {
         stage<normuon_bfloat16_6<Grad>>(),
         stage<normuon_bfloat16_7<Grad>>(),
         stage<normuon_bfloat16_8<Grad>>(),
-        stage<normuon_float16_9<Grad>>(),
+        stage<normuon_bfloat16_9<Grad>>(),
+        stage<normuon_float16_10<Grad>>(),
     };
 };
 
@@ -2211,11 +2286,13 @@ struct normuon_float16_small {
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // sqrt_row_sq_2_plus_eps
+        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
+        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
+        {4, ROW},  // row_mul_3
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2227,7 +2304,8 @@ struct normuon_float16_small {
         stage<normuon_float32_6<Grad>>(),
         stage<normuon_float32_7<Grad>>(),
         stage<normuon_float32_8<Grad>>(),
-        stage<normuon_float16_small_9<Grad>>(),
+        stage<normuon_float32_9<Grad>>(),
+        stage<normuon_float16_small_10<Grad>>(),
     };
 };
 

@@ -13,13 +13,13 @@
 #     row_sq           0 B  f32, one per row
 #                      exact; every f32
 #   traffic   18.0625 B per bfloat16 parameter and step: 4 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def normuon_float32_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -71,17 +71,17 @@ def normuon_float32_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    stream_key = tl.load(row + 19).to(tl.int32)
-    pace = (tl.load(row + 22) + 63) // 64 * 64
-    begin = tl.load(row + 20) * pace + tl.load(row + 21) // 64 * 64
+    numel = tl.load(row + 19)
+    columns = tl.load(row + 20)
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = (tl.load(row + 24) + 63) // 64 * 64
+    begin = tl.load(row + 22) * pace + tl.load(row + 23) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -154,7 +154,7 @@ def normuon_float32_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     # -- encode and store
-    return term(direction * direction, at, live, MASKED)
+    return term(direction, at, live, MASKED)
 
 
 @triton.jit
@@ -163,11 +163,11 @@ def normuon_float32_3(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, ALIGNED)   # float32 [partial results]  written
+    row = table + 29 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 14, tl.float32, ALIGNED)   # float32 [partial results]  written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -179,72 +179,94 @@ def normuon_float32_3(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 14)) + top
+    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 16)) + top
     direction_ptr += top * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, False)     # float32 [partial results]  written
+    row = table + 29 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 14, tl.float32, False)     # float32 [partial results]  written
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    numel = tl.load(row + 17)
+    row_sum_term_ptr = pointer(row + 28, tl.float32, False)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
 def normuon_float32_4_values(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-    one_minus_beta2,
+    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
+    at, live, beta2, eps, one_minus_beta2,
 ):
     """Values of rows."""
     row_sum_for_row_sq = get(row_sum_for_row_sq_ptr, at, live, True)
     row_sq = get(row_sq_ptr, at, live, True)
     # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
     row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
+    row_sum_for_row_sq_div = 1.0 / (tl.sqrt(row_sq) + eps)
     put(row_sq_ptr, at, row_sq, live, True)
-    put(sqrt_row_sq_2_plus_eps_ptr, at, tl.sqrt(row_sq) + eps, live, True)
+    put(one_over_sqrt_row_sq_2_plus_eps_ptr, at, row_sum_for_row_sq_div, live, True)
+    put(row_mul_2_ptr, at, row_sum_for_row_sq_div * row_sum_for_row_sq_div, live, True)
 
 
 @triton.jit
 def normuon_float32_4_round(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-    columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
+    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
+    first, end, rows, columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
 ):
     """All values of rows."""
     for start in range(first * rows, end * rows, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end * rows
         normuon_float32_4_values(
-            row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-            one_minus_beta2,
+            row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
+            at, live, beta2, eps, one_minus_beta2,
         )
 
 
@@ -254,34 +276,32 @@ def normuon_float32_4(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     row_sq_ptr = pointer(row + 4, tl.float32, False)
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
+    row_mul_2_ptr = pointer(row + 8, tl.float32, False)
     row_sum_for_row_sq_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    extent_columns = tl.load(row + 24).to(tl.float32)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
+    extent_columns = tl.load(row + 26).to(tl.float32)
     normuon_float32_4_round(
-        row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-        columns, beta2, eps, one_minus_beta2, LANES,
+        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
+        first, end, rows, columns, beta2, eps, one_minus_beta2, LANES,
     )
 
 
 @triton.jit
-def normuon_float32_5_tile(
-    direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row, MASKED: tl.constexpr,
-):
+def normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
+    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     # -- encode and store
-    return term(even * even, at, live, MASKED)
+    return term(direction * direction, at, live, MASKED), term(row_mul_2, at, live, MASKED)
 
 
 @triton.jit
@@ -290,12 +310,12 @@ def normuon_float32_5(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, ALIGNED)     # float32 [partial results]  written
+    row = table + 29 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 15, tl.float32, ALIGNED)     # float32 [partial results]  written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    row_mul_2_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [rows]  read
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -307,53 +327,87 @@ def normuon_float32_5(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 14)) + top
+    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 16)) + top
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
+    row_mul_2_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, False,
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, True,
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, False)       # float32 [partial results]  written
+    row = table + 29 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 15, tl.float32, False)       # float32 [partial results]  written
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
+    row_mul_2_ptr = pointer(row + 8, tl.float32, False)               # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 28, tl.float32, False)
+    height = tl.load(row + 17)
+    width = tl.load(row + 18)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr, row_mul_2_ptr, at, at_row, live, live, True,
+        )
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
 
 
 @triton.jit
@@ -417,22 +471,44 @@ def normuon_float32_8_round(
 
 
 @triton.jit
+def normuon_float32_9_values(row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live):
+    """Values of rows."""
+    lr_times_size = tl.load(lr_times_size_ptr)
+    one_over_sqrt_row_sq_2_plus_eps = get(one_over_sqrt_row_sq_2_plus_eps_ptr, at, live, True)
+    put(row_mul_3_ptr, at, lr_times_size * one_over_sqrt_row_sq_2_plus_eps, live, True)
+
+
+@triton.jit
+def normuon_float32_9_round(
+    row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns,
+    LANES: tl.constexpr,
+):
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
+        live = at < end * rows
+        normuon_float32_9_values(row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live)
+
+
+@triton.jit
 def normuon_float32_6(
     table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 10, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 11, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    extent_rows = tl.load(row + 23).to(tl.float32)
-    extent_columns = tl.load(row + 24).to(tl.float32)
+    tensor_sum_for_size_ptr = pointer(row + 10, tl.float32, False)
+    row_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
+    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 11, tl.float32, False)
+    lr_times_size_ptr = pointer(row + 12, tl.float32, False)
+    row_mul_3_ptr = pointer(row + 13, tl.float32, False)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
+    extent_rows = tl.load(row + 25).to(tl.float32)
+    extent_columns = tl.load(row + 26).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
@@ -447,42 +523,44 @@ def normuon_float32_6(
             lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
             columns, lr, eps, LANES,
         )
+    tl.debug_barrier()  # what one round stores the next ones load
+    if ROUND < 0 or ROUND == 3:
+        normuon_float32_9_round(
+            row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
+        )
 
 
 @triton.jit
-def normuon_float32_9_tile(
-    p_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row,
-    one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
+def normuon_float32_10_tile(
+    p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    lr_times_size = tl.load(lr_times_size_ptr)
     direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    p = one_minus_lr_times_weight_decay * p            # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_size), even, p)          # 43  p = p - lr * size * even
+    direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
-def normuon_float32_9(
+def normuon_float32_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    lr_times_size_ptr = pointer(row + 11, tl.float32, ALIGNED)        # float32 [1]  read
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    row_mul_3_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -494,55 +572,83 @@ def normuon_float32_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
+    row_mul_3_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        normuon_float32_9_tile(
-            p_ptr + start * columns, lr_times_size_ptr, direction_ptr + start * columns,
-            sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, one_minus_lr_times_weight_decay, False,
+        normuon_float32_10_tile(
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, at, at_row,
+            one_minus_lr_times_weight_decay, False,
+        )
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            at, at_row, one_minus_lr_times_weight_decay, False,
+        )
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            at, at_row, one_minus_lr_times_weight_decay, False,
+        )
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            at, at_row, one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        normuon_float32_9_tile(
-            p_ptr + start * columns, lr_times_size_ptr, direction_ptr + start * columns,
-            sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, one_minus_lr_times_weight_decay, True,
+        normuon_float32_10_tile(
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, live,
+            live_row, one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            live, live_row, one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            live, live_row, one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            live, live_row, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
-def normuon_float32_9_flat(
+def normuon_float32_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    lr_times_size_ptr = pointer(row + 11, tl.float32, False)          # float32 [1]  read
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
+    row_mul_3_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
+    height = tl.load(row + 17)
+    width = tl.load(row + 18)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        normuon_float32_9_tile(
-            p_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live,
-            one_minus_lr_times_weight_decay, True,
+        normuon_float32_10_tile(
+            p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -572,12 +678,12 @@ def normuon_float32_small_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 16)
+    numel = tl.load(row + 18)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -616,11 +722,11 @@ def normuon_float32_small_3(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 11, tl.float32, ALIGNED)   # float32 [partial results]  written
+    row = table + 28 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, ALIGNED)   # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -632,44 +738,64 @@ def normuon_float32_small_3(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 13)) + top
+    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 15)) + top
     direction_ptr += top * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def normuon_float32_small_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 11, tl.float32, False)     # float32 [partial results]  written
+    row = table + 28 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, False)     # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 25, tl.float32, False)
-    numel = tl.load(row + 16)
+    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
+    numel = tl.load(row + 18)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -678,18 +804,19 @@ def normuon_float32_small_4(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     row_sq_ptr = pointer(row + 3, tl.float32, False)
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
+    row_mul_2_ptr = pointer(row + 7, tl.float32, False)
     row_sum_for_row_sq_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    extent_columns = tl.load(row + 23).to(tl.float32)
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    extent_columns = tl.load(row + 25).to(tl.float32)
     normuon_float32_4_round(
-        row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-        columns, beta2, eps, one_minus_beta2, LANES,
+        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
+        first, end, rows, columns, beta2, eps, one_minus_beta2, LANES,
     )
 
 
@@ -699,12 +826,12 @@ def normuon_float32_small_5(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 12, tl.float32, ALIGNED)     # float32 [partial results]  written
+    row = table + 28 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 14, tl.float32, ALIGNED)     # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
+    row_mul_2_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [rows]  read
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -716,55 +843,87 @@ def normuon_float32_small_5(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 13)) + top
+    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 15)) + top
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
+    row_mul_2_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, False,
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, True,
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def normuon_float32_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 12, tl.float32, False)       # float32 [partial results]  written
+    row = table + 28 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 14, tl.float32, False)       # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 25, tl.float32, False)
-    height = tl.load(row + 14)
-    width = tl.load(row + 15)
-    numel = tl.load(row + 16)
+    row_mul_2_ptr = pointer(row + 7, tl.float32, False)               # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
+    height = tl.load(row + 16)
+    width = tl.load(row + 17)
+    numel = tl.load(row + 18)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(
-            direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr, row_mul_2_ptr, at, at_row, live, live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
 
 
 @triton.jit
@@ -773,17 +932,19 @@ def normuon_float32_small_6(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 7, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 9, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 10, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    extent_rows = tl.load(row + 22).to(tl.float32)
-    extent_columns = tl.load(row + 23).to(tl.float32)
+    tensor_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
+    row_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
+    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 10, tl.float32, False)
+    lr_times_size_ptr = pointer(row + 11, tl.float32, False)
+    row_mul_3_ptr = pointer(row + 12, tl.float32, False)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    extent_rows = tl.load(row + 24).to(tl.float32)
+    extent_columns = tl.load(row + 25).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
@@ -798,22 +959,26 @@ def normuon_float32_small_6(
             lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
             columns, lr, eps, LANES,
         )
+    tl.debug_barrier()  # what one round stores the next ones load
+    if ROUND < 0 or ROUND == 3:
+        normuon_float32_9_round(
+            row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
+        )
 
 
 @triton.jit
-def normuon_float32_small_9(
+def normuon_float32_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    lr_times_size_ptr = pointer(row + 10, tl.float32, ALIGNED)        # float32 [1]  read
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
+    row_mul_3_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -825,55 +990,83 @@ def normuon_float32_small_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
+    row_mul_3_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        normuon_float32_9_tile(
-            p_ptr + start * columns, lr_times_size_ptr, direction_ptr + start * columns,
-            sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, one_minus_lr_times_weight_decay, False,
+        normuon_float32_10_tile(
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, at, at_row,
+            one_minus_lr_times_weight_decay, False,
+        )
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            at, at_row, one_minus_lr_times_weight_decay, False,
+        )
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            at, at_row, one_minus_lr_times_weight_decay, False,
+        )
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            at, at_row, one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        normuon_float32_9_tile(
-            p_ptr + start * columns, lr_times_size_ptr, direction_ptr + start * columns,
-            sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, one_minus_lr_times_weight_decay, True,
+        normuon_float32_10_tile(
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, live,
+            live_row, one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            live, live_row, one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            live, live_row, one_minus_lr_times_weight_decay, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        normuon_float32_10_tile(
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            live, live_row, one_minus_lr_times_weight_decay, True,
         )
 
 
 @triton.jit
-def normuon_float32_small_9_flat(
+def normuon_float32_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    lr_times_size_ptr = pointer(row + 10, tl.float32, False)          # float32 [1]  read
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)  # float32 [rows]  read
-    height = tl.load(row + 14)
-    width = tl.load(row + 15)
-    numel = tl.load(row + 16)
+    row_mul_3_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
+    height = tl.load(row + 16)
+    width = tl.load(row + 17)
+    numel = tl.load(row + 18)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        normuon_float32_9_tile(
-            p_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live,
-            one_minus_lr_times_weight_decay, True,
+        normuon_float32_10_tile(
+            p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -913,7 +1106,7 @@ def normuon_bfloat16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -926,17 +1119,17 @@ def normuon_bfloat16_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = (tl.load(row + 23) + 63) // 64 * 64
-    begin = tl.load(row + 21) * pace + tl.load(row + 22) // 64 * 64
+    numel = tl.load(row + 20)
+    columns = tl.load(row + 21)
+    stream_key = tl.load(row + 22).to(tl.int32)
+    pace = (tl.load(row + 25) + 63) // 64 * 64
+    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -1007,11 +1200,11 @@ def normuon_bfloat16_3(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, ALIGNED)   # float32 [partial results]  written
+    row = table + 30 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 15, tl.float32, ALIGNED)   # float32 [partial results]  written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    rows = tl.load(row + 18)
+    columns = tl.load(row + 19)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1023,44 +1216,64 @@ def normuon_bfloat16_3(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 15)) + top
+    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 17)) + top
     direction_ptr += top * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term_0 = row_sum_term * row_sum_term
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term_0 = row_sum_term * row_sum_term
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def normuon_bfloat16_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, False)     # float32 [partial results]  written
+    row = table + 30 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 15, tl.float32, False)     # float32 [partial results]  written
     direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    numel = tl.load(row + 18)
+    row_sum_term_ptr = pointer(row + 29, tl.float32, False)
+    numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -1069,18 +1282,19 @@ def normuon_bfloat16_4(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     row_sq_ptr = pointer(row + 5, tl.float32, False)
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)
+    row_mul_2_ptr = pointer(row + 9, tl.float32, False)
     row_sum_for_row_sq_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    extent_columns = tl.load(row + 25).to(tl.float32)
+    rows = tl.load(row + 18)
+    columns = tl.load(row + 19)
+    extent_columns = tl.load(row + 27).to(tl.float32)
     normuon_float32_4_round(
-        row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-        columns, beta2, eps, one_minus_beta2, LANES,
+        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
+        first, end, rows, columns, beta2, eps, one_minus_beta2, LANES,
     )
 
 
@@ -1090,12 +1304,12 @@ def normuon_bfloat16_5(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, ALIGNED)     # float32 [partial results]  written
+    row = table + 30 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 16, tl.float32, ALIGNED)     # float32 [partial results]  written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    row_mul_2_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [rows]  read
+    rows = tl.load(row + 18)
+    columns = tl.load(row + 19)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1107,55 +1321,87 @@ def normuon_bfloat16_5(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 15)) + top
+    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 17)) + top
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
+    row_mul_2_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, False,
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, True,
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
 @triton.jit
 def normuon_bfloat16_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, False)       # float32 [partial results]  written
+    row = table + 30 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 16, tl.float32, False)       # float32 [partial results]  written
     direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    row_mul_2_ptr = pointer(row + 9, tl.float32, False)               # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 29, tl.float32, False)
+    height = tl.load(row + 18)
+    width = tl.load(row + 19)
+    numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(
-            direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
+        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+            direction_ptr, row_mul_2_ptr, at, at_row, live, live, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
 
 
 @triton.jit
@@ -1164,17 +1410,19 @@ def normuon_bfloat16_6(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 10, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 11, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 12, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    extent_rows = tl.load(row + 24).to(tl.float32)
-    extent_columns = tl.load(row + 25).to(tl.float32)
+    tensor_sum_for_size_ptr = pointer(row + 11, tl.float32, False)
+    row_sum_for_size_ptr = pointer(row + 10, tl.float32, False)
+    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 12, tl.float32, False)
+    lr_times_size_ptr = pointer(row + 13, tl.float32, False)
+    row_mul_3_ptr = pointer(row + 14, tl.float32, False)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)
+    rows = tl.load(row + 18)
+    columns = tl.load(row + 19)
+    extent_rows = tl.load(row + 26).to(tl.float32)
+    extent_columns = tl.load(row + 27).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
@@ -1189,27 +1437,31 @@ def normuon_bfloat16_6(
             lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
             columns, lr, eps, LANES,
         )
+    tl.debug_barrier()  # what one round stores the next ones load
+    if ROUND < 0 or ROUND == 3:
+        normuon_float32_9_round(
+            row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
+        )
 
 
 @triton.jit
-def normuon_bfloat16_9_tile(
-    p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
-    live_row, index, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+def normuon_bfloat16_10_tile(
+    p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, index,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    lr_times_size = tl.load(lr_times_size_ptr)
     direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
+    index = within(index, direction_stored)
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    p = one_minus_lr_times_weight_decay * p            # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_size), even, p)          # 43  p = p - lr * size * even
+    direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1226,23 +1478,22 @@ def normuon_bfloat16_9_tile(
 
 
 @triton.jit
-def normuon_bfloat16_9(
+def normuon_bfloat16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 30 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    lr_times_size_ptr = pointer(row + 12, tl.float32, ALIGNED)        # float32 [1]  read
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    row_mul_3_ptr = pointer(row + 14, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 22).to(tl.int32)
+    pace = tl.load(row + 25)
+    begin = tl.load(row + 23) * pace + tl.load(row + 24)
+    rows = tl.load(row + 18)
+    columns = tl.load(row + 19)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1254,66 +1505,101 @@ def normuon_bfloat16_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
-    padded = tl.where(columns == tl.load(row + 19), pace, columns).to(tl.int32)
+    row_mul_3_ptr += top
+    padded = tl.where(columns == tl.load(row + 21), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        normuon_bfloat16_9_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, lr_times_size_ptr,
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        normuon_bfloat16_10_tile(
+            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
+            row_mul_3_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_bfloat16_10_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_bfloat16_10_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_bfloat16_10_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        normuon_bfloat16_9_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, lr_times_size_ptr,
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        normuon_bfloat16_10_tile(
+            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
+            row_mul_3_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        normuon_bfloat16_10_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        normuon_bfloat16_10_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        normuon_bfloat16_10_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
 @triton.jit
-def normuon_bfloat16_9_flat(
+def normuon_bfloat16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 30 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    lr_times_size_ptr = pointer(row + 12, tl.float32, False)          # float32 [1]  read
     direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    row_mul_3_ptr = pointer(row + 14, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 22).to(tl.int32)
+    pace = tl.load(row + 25)
+    begin = tl.load(row + 23) * pace + tl.load(row + 24)
+    height = tl.load(row + 18)
+    width = tl.load(row + 19)
+    numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
+    columns = tl.load(row + 21)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         number = (begin + at // columns * pace + at % columns).to(tl.int32)
         at_row = at // width
-        normuon_bfloat16_9_tile(
-            p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
-            live, number, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        normuon_bfloat16_10_tile(
+            p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, number,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
@@ -1343,12 +1629,12 @@ def normuon_bfloat16_small_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 17)
+    numel = tl.load(row + 19)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -1382,24 +1668,23 @@ def normuon_bfloat16_small_1(
 
 
 @triton.jit
-def normuon_bfloat16_small_9_tile(
-    p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
-    live_row, index, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+def normuon_bfloat16_small_10_tile(
+    p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, index,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    lr_times_size = tl.load(lr_times_size_ptr)
     direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
+    index = within(index, direction_stored)
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    p = one_minus_lr_times_weight_decay * p            # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_size), even, p)          # 43  p = p - lr * size * even
+    direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1416,23 +1701,22 @@ def normuon_bfloat16_small_9_tile(
 
 
 @triton.jit
-def normuon_bfloat16_small_9(
+def normuon_bfloat16_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    lr_times_size_ptr = pointer(row + 11, tl.float32, ALIGNED)        # float32 [1]  read
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 19).to(tl.int32)
-    pace = tl.load(row + 22)
-    begin = tl.load(row + 20) * pace + tl.load(row + 21)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    row_mul_3_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = tl.load(row + 24)
+    begin = tl.load(row + 22) * pace + tl.load(row + 23)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1444,66 +1728,101 @@ def normuon_bfloat16_small_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
-    padded = tl.where(columns == tl.load(row + 18), pace, columns).to(tl.int32)
+    row_mul_3_ptr += top
+    padded = tl.where(columns == tl.load(row + 20), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        normuon_bfloat16_small_9_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, lr_times_size_ptr,
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        normuon_bfloat16_small_10_tile(
+            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
+            row_mul_3_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_bfloat16_small_10_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_bfloat16_small_10_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_bfloat16_small_10_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        normuon_bfloat16_small_9_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, lr_times_size_ptr,
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        normuon_bfloat16_small_10_tile(
+            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
+            row_mul_3_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        normuon_bfloat16_small_10_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        normuon_bfloat16_small_10_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        normuon_bfloat16_small_10_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
 @triton.jit
-def normuon_bfloat16_small_9_flat(
+def normuon_bfloat16_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    lr_times_size_ptr = pointer(row + 11, tl.float32, False)          # float32 [1]  read
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 19).to(tl.int32)
-    pace = tl.load(row + 22)
-    begin = tl.load(row + 20) * pace + tl.load(row + 21)
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
+    row_mul_3_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = tl.load(row + 24)
+    begin = tl.load(row + 22) * pace + tl.load(row + 23)
+    height = tl.load(row + 17)
+    width = tl.load(row + 18)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 18)
+    columns = tl.load(row + 20)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         number = (begin + at // columns * pace + at % columns).to(tl.int32)
         at_row = at // width
-        normuon_bfloat16_small_9_tile(
-            p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
-            live, number, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        normuon_bfloat16_small_10_tile(
+            p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, number,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
@@ -1543,7 +1862,7 @@ def normuon_float16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -1556,17 +1875,17 @@ def normuon_float16_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = (tl.load(row + 23) + 63) // 64 * 64
-    begin = tl.load(row + 21) * pace + tl.load(row + 22) // 64 * 64
+    numel = tl.load(row + 20)
+    columns = tl.load(row + 21)
+    stream_key = tl.load(row + 22).to(tl.int32)
+    pace = (tl.load(row + 25) + 63) // 64 * 64
+    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -1632,19 +1951,19 @@ def normuon_float16_1(
 
 
 @triton.jit
-def normuon_float16_9_tile(
-    p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
-    live_row, index, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+def normuon_float16_10_tile(
+    p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, index,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    lr_times_size = tl.load(lr_times_size_ptr)
     direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
+    index = within(index, direction_stored)
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1653,16 +1972,15 @@ def normuon_float16_9_tile(
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    p = one_minus_lr_times_weight_decay * p            # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_size), even, p)          # 43  p = p - lr * size * even
+    direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
     # -- encode and store
-    lr_times_size_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = lr_times_size_bitcast >> 16 & 32768
-    p_magnitude = lr_times_size_bitcast & 2147483647
-    lr_times_size_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * lr_times_size_bitcast
+    direction_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = direction_bitcast >> 16 & 32768
+    p_magnitude = direction_bitcast & 2147483647
+    direction_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * direction_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1676,7 +1994,7 @@ def normuon_float16_9_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(lr_times_size_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(direction_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1684,23 +2002,22 @@ def normuon_float16_9_tile(
 
 
 @triton.jit
-def normuon_float16_9(
+def normuon_float16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 30 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    lr_times_size_ptr = pointer(row + 12, tl.float32, ALIGNED)        # float32 [1]  read
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    row_mul_3_ptr = pointer(row + 14, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 22).to(tl.int32)
+    pace = tl.load(row + 25)
+    begin = tl.load(row + 23) * pace + tl.load(row + 24)
+    rows = tl.load(row + 18)
+    columns = tl.load(row + 19)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1712,66 +2029,101 @@ def normuon_float16_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
-    padded = tl.where(columns == tl.load(row + 19), pace, columns).to(tl.int32)
+    row_mul_3_ptr += top
+    padded = tl.where(columns == tl.load(row + 21), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        normuon_float16_9_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, lr_times_size_ptr,
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        normuon_float16_10_tile(
+            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
+            row_mul_3_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_float16_10_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_float16_10_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_float16_10_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        normuon_float16_9_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, lr_times_size_ptr,
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        normuon_float16_10_tile(
+            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
+            row_mul_3_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        normuon_float16_10_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        normuon_float16_10_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        normuon_float16_10_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
 @triton.jit
-def normuon_float16_9_flat(
+def normuon_float16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 30 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    lr_times_size_ptr = pointer(row + 12, tl.float32, False)          # float32 [1]  read
     direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    row_mul_3_ptr = pointer(row + 14, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 22).to(tl.int32)
+    pace = tl.load(row + 25)
+    begin = tl.load(row + 23) * pace + tl.load(row + 24)
+    height = tl.load(row + 18)
+    width = tl.load(row + 19)
+    numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 19)
+    columns = tl.load(row + 21)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         number = (begin + at // columns * pace + at % columns).to(tl.int32)
         at_row = at // width
-        normuon_float16_9_tile(
-            p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
-            live, number, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        normuon_float16_10_tile(
+            p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, number,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
@@ -1801,12 +2153,12 @@ def normuon_float16_small_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 17)
+    numel = tl.load(row + 19)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -1840,19 +2192,19 @@ def normuon_float16_small_1(
 
 
 @triton.jit
-def normuon_float16_small_9_tile(
-    p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
-    live_row, index, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+def normuon_float16_small_10_tile(
+    p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, index,
+    one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    lr_times_size = tl.load(lr_times_size_ptr)
     direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
+    index = within(index, direction_stored)
+    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1861,16 +2213,15 @@ def normuon_float16_small_9_tile(
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    p = one_minus_lr_times_weight_decay * p            # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_size), even, p)          # 43  p = p - lr * size * even
+    direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
     # -- encode and store
-    lr_times_size_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = lr_times_size_bitcast >> 16 & 32768
-    p_magnitude = lr_times_size_bitcast & 2147483647
-    lr_times_size_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * lr_times_size_bitcast
+    direction_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = direction_bitcast >> 16 & 32768
+    p_magnitude = direction_bitcast & 2147483647
+    direction_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * direction_bitcast
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1884,7 +2235,7 @@ def normuon_float16_small_9_tile(
     p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
     p_rebiased = p_magnitude + -939524096
     p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(lr_times_size_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = tl.where(direction_bitcast < 6.103515625e-05, p_subnormal, p_normal)
     p_word = tl.where(p == p, p_wide, 8257536) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1892,23 +2243,22 @@ def normuon_float16_small_9_tile(
 
 
 @triton.jit
-def normuon_float16_small_9(
+def normuon_float16_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    lr_times_size_ptr = pointer(row + 11, tl.float32, ALIGNED)        # float32 [1]  read
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [rows]  read
-    stream_key = tl.load(row + 19).to(tl.int32)
-    pace = tl.load(row + 22)
-    begin = tl.load(row + 20) * pace + tl.load(row + 21)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    row_mul_3_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = tl.load(row + 24)
+    begin = tl.load(row + 22) * pace + tl.load(row + 23)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1920,66 +2270,101 @@ def normuon_float16_small_9(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
-    padded = tl.where(columns == tl.load(row + 18), pace, columns).to(tl.int32)
+    row_mul_3_ptr += top
+    padded = tl.where(columns == tl.load(row + 20), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        normuon_float16_small_9_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, lr_times_size_ptr,
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        normuon_float16_small_10_tile(
+            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
+            row_mul_3_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
+            one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_float16_small_10_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_float16_small_10_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+        )
+        normuon_float16_small_10_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, at, at_row,
+            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        normuon_float16_small_9_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, lr_times_size_ptr,
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
-            before + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        normuon_float16_small_10_tile(
+            p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
+            row_mul_3_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        normuon_float16_small_10_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        normuon_float16_small_10_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        normuon_float16_small_10_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, live, live_row,
+            before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
 @triton.jit
-def normuon_float16_small_9_flat(
+def normuon_float16_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    lr_times_size_ptr = pointer(row + 11, tl.float32, False)          # float32 [1]  read
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)  # float32 [rows]  read
-    stream_key = tl.load(row + 19).to(tl.int32)
-    pace = tl.load(row + 22)
-    begin = tl.load(row + 20) * pace + tl.load(row + 21)
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
+    row_mul_3_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = tl.load(row + 24)
+    begin = tl.load(row + 22) * pace + tl.load(row + 23)
+    height = tl.load(row + 17)
+    width = tl.load(row + 18)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 18)
+    columns = tl.load(row + 20)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         number = (begin + at // columns * pace + at % columns).to(tl.int32)
         at_row = at // width
-        normuon_float16_small_9_tile(
-            p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
-            live, number, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+        normuon_float16_small_10_tile(
+            p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, number,
+            one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
 
@@ -2007,7 +2392,7 @@ def normuon_float32_no_matrix_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -2039,7 +2424,7 @@ def normuon_float32_no_matrix_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -2260,7 +2645,7 @@ def normuon_bfloat16_no_matrix_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -2299,7 +2684,7 @@ def normuon_bfloat16_no_matrix_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -2561,14 +2946,14 @@ def normuon_float16_no_matrix_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2618,7 +3003,7 @@ def normuon_float16_no_matrix_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -2752,7 +3137,7 @@ def normuon_float16_no_matrix_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2910,30 +3295,30 @@ OPTIONS = {
 WARPS = {
     "normuon_float32_3": 1,
     "normuon_float32_5": 1,
-    "normuon_float32_9": 4,
+    "normuon_float32_10": 1,
     "normuon_float32_small_3": 1,
     "normuon_float32_small_5": 1,
-    "normuon_float32_small_9": 4,
+    "normuon_float32_small_10": 1,
     "normuon_bfloat16_3": 1,
     "normuon_bfloat16_5": 1,
-    "normuon_bfloat16_9": 4,
-    "normuon_bfloat16_small_9": 4,
-    "normuon_float16_9": 4,
-    "normuon_float16_small_9": 4,
+    "normuon_bfloat16_10": 1,
+    "normuon_bfloat16_small_10": 1,
+    "normuon_float16_10": 1,
+    "normuon_float16_small_10": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
     "normuon_float32_3": {'row_sum_for_row_sq': 0},
     "normuon_float32_5": {'row_sum_for_size': 0},
-    "normuon_float32_9": {},
+    "normuon_float32_10": {},
     "normuon_float32_small_3": {'row_sum_for_row_sq': 0},
     "normuon_float32_small_5": {'row_sum_for_size': 0},
-    "normuon_float32_small_9": {},
+    "normuon_float32_small_10": {},
     "normuon_bfloat16_3": {'row_sum_for_row_sq': 0},
     "normuon_bfloat16_5": {'row_sum_for_size': 0},
-    "normuon_bfloat16_9": {},
-    "normuon_bfloat16_small_9": {},
-    "normuon_float16_9": {},
-    "normuon_float16_small_9": {},
+    "normuon_bfloat16_10": {},
+    "normuon_bfloat16_small_10": {},
+    "normuon_float16_10": {},
+    "normuon_float16_small_10": {},
 }

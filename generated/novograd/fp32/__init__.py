@@ -90,11 +90,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -120,11 +120,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -150,11 +150,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -180,11 +180,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -210,11 +210,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -240,11 +240,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),

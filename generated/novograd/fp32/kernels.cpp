@@ -13,7 +13,7 @@
 //     exp_avg_sq  0 B  f32, one per tensor
 //                 exact; every f32
 //   traffic   16 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+//   maths     fast; rounding changed by: distribute, fma, group, linear, nan
 // clang-format off
 #include "stages.h"
 
@@ -54,14 +54,15 @@ struct novograd_float32_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {3, -1, 4, WHOLE, true, true, NONE, 0},  // exp_avg_sq
-        {5, -1, 4, WHOLE, false, true, NONE, 1},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_at = (float *)at[0];                  // float32 [tensor]  read and written
-        float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];  // float32 [tensor]  written
+        float *__restrict exp_avg_sq_at = (float *)at[0];  // float32 [tensor]  read and written
+        // float32 [tensor]  written
+        float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_exp_avg_sq_at = (const float *)at[2];
         const F eps(known.scalars[0]);
@@ -76,7 +77,7 @@ struct novograd_float32_2 {
             // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(sqrt_exp_avg_sq_2_plus_eps_at + i, sqrt(exp_avg_sq_2) + eps);
+            store(one_over_sqrt_exp_avg_sq_2_plus_eps_at + i, 1.0f / (sqrt(exp_avg_sq_2) + eps));
         }
     }
 };
@@ -92,7 +93,7 @@ struct novograd_float32_3 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -102,21 +103,20 @@ struct novograd_float32_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
             const F exp_avg = load(exp_avg_at + i);
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F g_2 = grad_scale * g;
             // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, g_2 / sqrt_exp_avg_sq_2_plus_eps);
+            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             store(p_at + i, p_2);
@@ -163,7 +163,7 @@ struct novograd_bfloat16_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -173,24 +173,23 @@ struct novograd_bfloat16_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
             const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                          // bf16, nearest
+            const F p = widened(p_stored);                    // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, g / sqrt_exp_avg_sq_2_plus_eps);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);                        // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);                              // 26  p = p - lr * exp_avg
+            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
+            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
+            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -210,7 +209,7 @@ struct novograd_float16_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -220,24 +219,23 @@ struct novograd_float16_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
             const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                       // f16, nearest
+            const F p = widen_half(p_stored);                 // f16, nearest
             const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, g / sqrt_exp_avg_sq_2_plus_eps);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);                        // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);                              // 26  p = p - lr * exp_avg
+            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
+            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
+            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             store(p_at + i, narrow_half(p_2));
             store(exp_avg_at + i, exp_avg_2);
         }
@@ -255,7 +253,7 @@ struct novograd_float32_grad_averaging_3 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -265,12 +263,12 @@ struct novograd_float32_grad_averaging_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
@@ -278,7 +276,7 @@ struct novograd_float32_grad_averaging_3 {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g / sqrt_exp_avg_sq_2_plus_eps));
+            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             store(p_at + i, p_2);
@@ -298,7 +296,7 @@ struct novograd_bfloat16_grad_averaging_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -308,12 +306,12 @@ struct novograd_bfloat16_grad_averaging_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
@@ -322,7 +320,7 @@ struct novograd_bfloat16_grad_averaging_3 {
             const F p = widened(p_stored);                    // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored / sqrt_exp_avg_sq_2_plus_eps));
+            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             const I p_x_bits = bits(p_2);
@@ -344,7 +342,7 @@ struct novograd_float16_grad_averaging_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -354,12 +352,12 @@ struct novograd_float16_grad_averaging_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
@@ -368,7 +366,7 @@ struct novograd_float16_grad_averaging_3 {
             const F p = widen_half(p_stored);                 // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored / sqrt_exp_avg_sq_2_plus_eps));
+            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             store(p_at + i, narrow_half(p_2));
@@ -388,7 +386,7 @@ struct novograd_float32 {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -409,7 +407,7 @@ struct novograd_bfloat16 {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -430,7 +428,7 @@ struct novograd_float16 {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -451,7 +449,7 @@ struct novograd_float32_grad_averaging {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -472,7 +470,7 @@ struct novograd_bfloat16_grad_averaging {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -493,7 +491,7 @@ struct novograd_float16_grad_averaging {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {

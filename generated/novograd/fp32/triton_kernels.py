@@ -13,13 +13,13 @@
 #     exp_avg_sq  0 B  f32, one per tensor
 #                 exact; every f32
 #   traffic   16 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
+#   maths     fast; rounding changed by: distribute, fma, group, linear, nan
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, opaque, pointer, put, term, widened
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def novograd_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g * g, at, live, MASKED)
+    return term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -54,24 +54,24 @@ def novograd_float32_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def novograd_float32_2_values(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
     grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
     """Values of the tensor."""
@@ -80,17 +80,18 @@ def novograd_float32_2_values(
     # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
     exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
-    tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
+    tl.store(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, 1.0 / (tl.sqrt(exp_avg_sq) + eps))
 
 
 @triton.jit
 def novograd_float32_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+    exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows,
+    columns, eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    LANES: tl.constexpr,
 ):
     """All values of the tensor."""
     novograd_float32_2_values(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
         grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
     )
 
@@ -106,31 +107,30 @@ def novograd_float32_2(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     novograd_float32_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows,
+        columns, eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
 @triton.jit
 def novograd_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay, grad_scale,
-    minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay,
+    grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -151,7 +151,7 @@ def novograd_float32_3(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -166,22 +166,22 @@ def novograd_float32_3(
         for odd in tl.static_range(2):
             novograd_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         novograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1,
-            weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+            beta1, weight_decay, grad_scale, minus_lr, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             novograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
-                weight_decay, grad_scale, minus_lr, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+                beta1, weight_decay, grad_scale, minus_lr, True,
             )
 
 
@@ -192,7 +192,7 @@ def novograd_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -218,37 +218,36 @@ def novograd_bfloat16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def novograd_bfloat16_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay, grad_scale,
-    minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay,
+    grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * widened(g_stored))
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -271,7 +270,7 @@ def novograd_bfloat16_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -286,22 +285,22 @@ def novograd_bfloat16_3(
         for odd in tl.static_range(2):
             novograd_bfloat16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         novograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1,
-            weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+            beta1, weight_decay, grad_scale, minus_lr, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             novograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
-                weight_decay, grad_scale, minus_lr, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+                beta1, weight_decay, grad_scale, minus_lr, True,
             )
 
 
@@ -312,7 +311,7 @@ def novograd_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -338,37 +337,36 @@ def novograd_float16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def novograd_float16_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay, grad_scale,
-    minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay,
+    grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored.to(tl.float32))
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -389,7 +387,7 @@ def novograd_float16_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -404,39 +402,39 @@ def novograd_float16_3(
         for odd in tl.static_range(2):
             novograd_float16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         novograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1,
-            weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+            beta1, weight_decay, grad_scale, minus_lr, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             novograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
-                weight_decay, grad_scale, minus_lr, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+                beta1, weight_decay, grad_scale, minus_lr, True,
             )
 
 
 @triton.jit
 def novograd_float32_grad_averaging_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
+    p_ptr, g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -458,7 +456,7 @@ def novograd_float32_grad_averaging_3(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -473,29 +471,29 @@ def novograd_float32_grad_averaging_3(
         for odd in tl.static_range(2):
             novograd_float32_grad_averaging_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         novograd_float32_grad_averaging_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1,
-            one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             novograd_float32_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
             )
 
 
 @triton.jit
 def novograd_bfloat16_grad_averaging_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
+    p_ptr, g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -503,11 +501,11 @@ def novograd_bfloat16_grad_averaging_3_tile(
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (widened(g_stored) * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * widened(g_stored))
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -531,7 +529,7 @@ def novograd_bfloat16_grad_averaging_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -546,29 +544,29 @@ def novograd_bfloat16_grad_averaging_3(
         for odd in tl.static_range(2):
             novograd_bfloat16_grad_averaging_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         novograd_bfloat16_grad_averaging_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1,
-            one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             novograd_bfloat16_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
             )
 
 
 @triton.jit
 def novograd_float16_grad_averaging_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
+    p_ptr, g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -576,11 +574,11 @@ def novograd_float16_grad_averaging_3_tile(
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored.to(tl.float32) * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored.to(tl.float32))
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -602,7 +600,7 @@ def novograd_float16_grad_averaging_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -617,23 +615,23 @@ def novograd_float16_grad_averaging_3(
         for odd in tl.static_range(2):
             novograd_float16_grad_averaging_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         novograd_float16_grad_averaging_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1,
-            one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             novograd_float16_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
             )
 
 

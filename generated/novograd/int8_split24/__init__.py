@@ -91,11 +91,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -121,11 +121,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float32_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -153,11 +153,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -184,11 +184,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_bfloat16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -216,11 +216,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -247,11 +247,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -278,11 +278,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -308,11 +308,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float32_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -340,11 +340,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -371,11 +371,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_bfloat16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -403,11 +403,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -434,11 +434,11 @@ VARIANTS = (
         init={},
         temps=(
             Temp("tensor_sum_for_exp_avg_sq", "tensor", "tensor_sum", "elem"),
-            Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
             Stage("novograd_float16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),

@@ -54,14 +54,15 @@ struct novograd_float32_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {4, -1, 4, WHOLE, true, true, NONE, 0},  // exp_avg_sq
-        {6, -1, 4, WHOLE, false, true, NONE, 1},  // sqrt_exp_avg_sq_2_plus_eps
+        {6, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_at = (float *)at[0];                  // float32 [tensor]  read and written
-        float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];  // float32 [tensor]  written
+        float *__restrict exp_avg_sq_at = (float *)at[0];  // float32 [tensor]  read and written
+        // float32 [tensor]  written
+        float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_exp_avg_sq_at = (const float *)at[2];
         const F eps(known.scalars[0]);
@@ -76,7 +77,7 @@ struct novograd_float32_2 {
             // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(sqrt_exp_avg_sq_2_plus_eps_at + i, sqrt(exp_avg_sq_2) + eps);
+            store(one_over_sqrt_exp_avg_sq_2_plus_eps_at + i, 1.0f / (sqrt(exp_avg_sq_2) + eps));
         }
     }
 };
@@ -93,7 +94,7 @@ struct novograd_float32_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // sqrt_exp_avg_sq_2_plus_eps
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -110,14 +111,14 @@ struct novograd_float32_3 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -162,9 +163,8 @@ struct novograd_float32_3 {
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
-                const F g_2 = grad_scale * g;
                 // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-                const F update = fma(weight_decay, p, g_2 / sqrt_exp_avg_sq_2_plus_eps);
+                const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
                 const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
@@ -243,14 +243,15 @@ struct novograd_float32_small_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {3, -1, 4, WHOLE, true, true, NONE, 0},  // exp_avg_sq
-        {5, -1, 4, WHOLE, false, true, NONE, 1},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_at = (float *)at[0];                  // float32 [tensor]  read and written
-        float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];  // float32 [tensor]  written
+        float *__restrict exp_avg_sq_at = (float *)at[0];  // float32 [tensor]  read and written
+        // float32 [tensor]  written
+        float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_exp_avg_sq_at = (const float *)at[2];
         const F eps(known.scalars[0]);
@@ -265,7 +266,7 @@ struct novograd_float32_small_2 {
             // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(sqrt_exp_avg_sq_2_plus_eps_at + i, sqrt(exp_avg_sq_2) + eps);
+            store(one_over_sqrt_exp_avg_sq_2_plus_eps_at + i, 1.0f / (sqrt(exp_avg_sq_2) + eps));
         }
     }
 };
@@ -281,7 +282,7 @@ struct novograd_float32_small_3 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -291,21 +292,20 @@ struct novograd_float32_small_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
             const F exp_avg = load(exp_avg_at + i);
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F g_2 = grad_scale * g;
             // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, g_2 / sqrt_exp_avg_sq_2_plus_eps);
+            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             store(p_at + i, p_2);
@@ -350,14 +350,15 @@ struct novograd_bfloat16_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, WHOLE, true, true, NONE, 0},  // exp_avg_sq
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // sqrt_exp_avg_sq_2_plus_eps
+        {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_at = (float *)at[0];                  // float32 [tensor]  read and written
-        float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];  // float32 [tensor]  written
+        float *__restrict exp_avg_sq_at = (float *)at[0];  // float32 [tensor]  read and written
+        // float32 [tensor]  written
+        float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_exp_avg_sq_at = (const float *)at[2];
         const F eps(known.scalars[0]);
@@ -372,7 +373,7 @@ struct novograd_bfloat16_2 {
             // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
             const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(sqrt_exp_avg_sq_2_plus_eps_at + i, sqrt(exp_avg_sq_2) + eps);
+            store(one_over_sqrt_exp_avg_sq_2_plus_eps_at + i, 1.0f / (sqrt(exp_avg_sq_2) + eps));
         }
     }
 };
@@ -390,7 +391,7 @@ struct novograd_bfloat16_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_exp_avg_sq_2_plus_eps
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -408,14 +409,14 @@ struct novograd_bfloat16_3 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -462,11 +463,10 @@ struct novograd_bfloat16_3 {
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);       // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
                 // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-                const F update = fma(weight_decay, p, g / sqrt_exp_avg_sq_2_plus_eps);
+                const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
                 const I word_and = lane(i);
@@ -563,7 +563,7 @@ struct novograd_bfloat16_small_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // sqrt_exp_avg_sq_2_plus_eps
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -574,14 +574,14 @@ struct novograd_bfloat16_small_3 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -605,13 +605,12 @@ struct novograd_bfloat16_small_3 {
             const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);       // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, g / sqrt_exp_avg_sq_2_plus_eps);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);                        // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);                              // 26  p = p - lr * exp_avg
+            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
+            const F exp_avg_2 = fma(beta1, exp_avg, update);                   // 25  exp_avg = beta1 * exp_avg + update
+            const F p_2 = fma(minus_lr, exp_avg_2, p);                         // 26  p = p - lr * exp_avg
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -636,7 +635,7 @@ struct novograd_float16_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_exp_avg_sq_2_plus_eps
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -654,14 +653,14 @@ struct novograd_float16_3 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -707,7 +706,7 @@ struct novograd_float16_3 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -716,12 +715,11 @@ struct novograd_float16_3 {
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
                 // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-                const F update = fma(weight_decay, p, g / sqrt_exp_avg_sq_2_plus_eps);
+                const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
-                const F p_2 = fma(minus_lr, exp_avg, p);                                // 26  p = p - lr * exp_avg
+                const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
                 const I exp_avg_scale_bitcast = bits(p_2);
                 const I p_sign = exp_avg_scale_bitcast >> 16 & 32768;
                 const I p_magnitude = exp_avg_scale_bitcast & 2147483647;
@@ -789,7 +787,7 @@ struct novograd_float16_small_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // sqrt_exp_avg_sq_2_plus_eps
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -800,14 +798,14 @@ struct novograd_float16_small_3 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -832,7 +830,7 @@ struct novograd_float16_small_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -841,11 +839,10 @@ struct novograd_float16_small_3 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
             // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, g / sqrt_exp_avg_sq_2_plus_eps);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);                        // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);                              // 26  p = p - lr * exp_avg
+            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
+            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
+            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             const I exp_avg_bitcast = bits(p_2);
             const I p_sign = exp_avg_bitcast >> 16 & 32768;
             const I p_magnitude = exp_avg_bitcast & 2147483647;
@@ -881,7 +878,7 @@ struct novograd_float32_grad_averaging_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // sqrt_exp_avg_sq_2_plus_eps
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -898,14 +895,14 @@ struct novograd_float32_grad_averaging_3 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -951,7 +948,7 @@ struct novograd_float32_grad_averaging_3 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 // 24  update = (1 - beta1) * update
-                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g / sqrt_exp_avg_sq_2_plus_eps));
+                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
                 const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
@@ -1006,7 +1003,7 @@ struct novograd_float32_grad_averaging_small_3 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // sqrt_exp_avg_sq_2_plus_eps
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1016,12 +1013,12 @@ struct novograd_float32_grad_averaging_small_3 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
@@ -1029,7 +1026,7 @@ struct novograd_float32_grad_averaging_small_3 {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g / sqrt_exp_avg_sq_2_plus_eps));
+            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             store(p_at + i, p_2);
@@ -1051,7 +1048,7 @@ struct novograd_bfloat16_grad_averaging_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_exp_avg_sq_2_plus_eps
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1069,14 +1066,14 @@ struct novograd_bfloat16_grad_averaging_3 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1126,7 +1123,7 @@ struct novograd_bfloat16_grad_averaging_3 {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 // 24  update = (1 - beta1) * update
-                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored / sqrt_exp_avg_sq_2_plus_eps));
+                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
                 const I word_and = lane(i);
@@ -1196,7 +1193,7 @@ struct novograd_bfloat16_grad_averaging_small_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // sqrt_exp_avg_sq_2_plus_eps
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1207,14 +1204,14 @@ struct novograd_bfloat16_grad_averaging_small_3 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1241,7 +1238,7 @@ struct novograd_bfloat16_grad_averaging_small_3 {
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored / sqrt_exp_avg_sq_2_plus_eps));
+            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
             const F exp_avg_2 = fma(beta1, exp_avg, update);                   // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);                         // 26  p = p - lr * exp_avg
             const I word_and = lane(i);
@@ -1268,7 +1265,7 @@ struct novograd_float16_grad_averaging_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_exp_avg_sq_2_plus_eps
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1286,14 +1283,14 @@ struct novograd_float16_grad_averaging_3 {
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1339,7 +1336,7 @@ struct novograd_float16_grad_averaging_3 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1349,7 +1346,7 @@ struct novograd_float16_grad_averaging_3 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 // 24  update = (1 - beta1) * update
-                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored / sqrt_exp_avg_sq_2_plus_eps));
+                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
                 const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
@@ -1420,7 +1417,7 @@ struct novograd_float16_grad_averaging_small_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // sqrt_exp_avg_sq_2_plus_eps
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1431,14 +1428,14 @@ struct novograd_float16_grad_averaging_small_3 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
-        const F sqrt_exp_avg_sq_2_plus_eps = F(*sqrt_exp_avg_sq_2_plus_eps_at);
+        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1463,7 +1460,7 @@ struct novograd_float16_grad_averaging_small_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1473,7 +1470,7 @@ struct novograd_float16_grad_averaging_small_3 {
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored / sqrt_exp_avg_sq_2_plus_eps));
+            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             const I exp_avg_bitcast = bits(p_2);
@@ -1511,7 +1508,7 @@ struct novograd_float32 {
         {2, BLOCK_OF},  // exp_avg_scale
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1532,7 +1529,7 @@ struct novograd_float32_small {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1555,7 +1552,7 @@ struct novograd_bfloat16 {
         {2, BLOCK_OF},  // exp_avg_scale
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1577,7 +1574,7 @@ struct novograd_bfloat16_small {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1600,7 +1597,7 @@ struct novograd_float16 {
         {2, BLOCK_OF},  // exp_avg_scale
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1622,7 +1619,7 @@ struct novograd_float16_small {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1644,7 +1641,7 @@ struct novograd_float32_grad_averaging {
         {2, BLOCK_OF},  // exp_avg_scale
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1665,7 +1662,7 @@ struct novograd_float32_grad_averaging_small {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1688,7 +1685,7 @@ struct novograd_bfloat16_grad_averaging {
         {2, BLOCK_OF},  // exp_avg_scale
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1710,7 +1707,7 @@ struct novograd_bfloat16_grad_averaging_small {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1733,7 +1730,7 @@ struct novograd_float16_grad_averaging {
         {2, BLOCK_OF},  // exp_avg_scale
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {
@@ -1755,7 +1752,7 @@ struct novograd_float16_grad_averaging_small {
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // sqrt_exp_avg_sq_2_plus_eps
+        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
     };
     static constexpr Stage STAGES[] = {

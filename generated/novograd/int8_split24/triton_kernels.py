@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded, term, widened
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def novograd_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g * g, at, live, MASKED)
+    return term(g, at, live, MASKED)
 
 
 @triton.jit
@@ -54,24 +54,24 @@ def novograd_float32_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def novograd_float32_2_values(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
     grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
     """Values of the tensor."""
@@ -80,17 +80,18 @@ def novograd_float32_2_values(
     # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
     exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
-    tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
+    tl.store(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, 1.0 / (tl.sqrt(exp_avg_sq) + eps))
 
 
 @triton.jit
 def novograd_float32_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+    exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows,
+    columns, eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    LANES: tl.constexpr,
 ):
     """All values of the tensor."""
     novograd_float32_2_values(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
         grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
     )
 
@@ -106,20 +107,21 @@ def novograd_float32_2(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     novograd_float32_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows,
+        columns, eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
 @triton.jit
 def novograd_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, live,
-    live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block,
+    live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -131,13 +133,12 @@ def novograd_float32_3_tile(
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)
     # 25  exp_avg = beta1 * exp_avg + update
     exp_avg = tl.fma(exp_avg_scale_mul[:, None], exp_avg_code * reciprocal(254.0 - exp_avg_bend), update)
     p = tl.fma(minus_lr, exp_avg, p)  # 26  p = p - lr * exp_avg
@@ -159,7 +160,7 @@ def novograd_float32_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def novograd_float32_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     columns = tl.load(row + 12)
     stream_key = tl.load(row + 13).to(tl.int32)
@@ -201,8 +202,8 @@ def novograd_float32_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live,
-                live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block,
+                live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -221,17 +222,17 @@ def novograd_float32_3(
             for odd in tl.static_range(2):
                 novograd_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
+                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay,
+                    grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             novograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
-                weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
+                beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -240,9 +241,9 @@ def novograd_float32_3(
                 live_block = few_blocks * 64 < count - start
                 novograd_float32_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, True,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -269,18 +270,18 @@ def novograd_float32_small_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -295,31 +296,30 @@ def novograd_float32_small_2(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     novograd_float32_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows,
+        columns, eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
 @triton.jit
 def novograd_float32_small_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay, grad_scale,
-    minus_lr, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay,
+    grad_scale, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -340,7 +340,7 @@ def novograd_float32_small_3(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -355,22 +355,22 @@ def novograd_float32_small_3(
         for odd in tl.static_range(2):
             novograd_float32_small_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         novograd_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1,
-            weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+            beta1, weight_decay, grad_scale, minus_lr, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             novograd_float32_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
-                weight_decay, grad_scale, minus_lr, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+                beta1, weight_decay, grad_scale, minus_lr, True,
             )
 
 
@@ -381,7 +381,7 @@ def novograd_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -407,18 +407,18 @@ def novograd_bfloat16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -433,20 +433,20 @@ def novograd_bfloat16_2(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     exp_avg_sq_ptr = pointer(row + 5, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     novograd_float32_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        exp_avg_sq_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows,
+        columns, eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
 @triton.jit
 def novograd_bfloat16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-    at_block, live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
+    at, at_block, live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -462,13 +462,12 @@ def novograd_bfloat16_3_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * widened(g_stored))
     # 25  exp_avg = beta1 * exp_avg + update
     exp_avg = tl.fma(exp_avg_scale_mul[:, None], exp_avg_code * reciprocal(254.0 - exp_avg_bend), update)
     p = tl.fma(minus_lr, exp_avg, p)  # 26  p = p - lr * exp_avg
@@ -493,7 +492,7 @@ def novograd_bfloat16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -511,7 +510,7 @@ def novograd_bfloat16_3(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
     columns = tl.load(row + 13)
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -536,8 +535,9 @@ def novograd_bfloat16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where,
-                block, live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
+                where, block, live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -558,7 +558,7 @@ def novograd_bfloat16_3(
                 novograd_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -567,7 +567,7 @@ def novograd_bfloat16_3(
         if start + TILE <= count:
             novograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                 before + start + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
@@ -578,9 +578,9 @@ def novograd_bfloat16_3(
                 live_block = few_blocks * 64 < count - start
                 novograd_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, True,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -607,25 +607,25 @@ def novograd_bfloat16_small_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def novograd_bfloat16_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, index, beta1,
-    weight_decay, grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, index,
+    beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -634,12 +634,11 @@ def novograd_bfloat16_small_3_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * widened(g_stored))
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -672,7 +671,7 @@ def novograd_bfloat16_small_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     stream_key = tl.load(row + 13).to(tl.int32)
     pace = tl.load(row + 16)
@@ -688,8 +687,8 @@ def novograd_bfloat16_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             novograd_bfloat16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number, beta1,
-                weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number,
+                beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -706,7 +705,7 @@ def novograd_bfloat16_small_3(
             for odd in tl.static_range(2):
                 novograd_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+                    exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -715,8 +714,8 @@ def novograd_bfloat16_small_3(
         if start + TILE <= count:
             novograd_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, weight_decay,
-                grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
+                weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -724,8 +723,8 @@ def novograd_bfloat16_small_3(
                 live = few < count - start
                 novograd_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, weight_decay,
-                    grad_scale, minus_lr, step_key, stream_key, True,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -736,7 +735,7 @@ def novograd_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED)
 
 
 @triton.jit
@@ -762,25 +761,25 @@ def novograd_float16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def novograd_float16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-    at_block, live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
+    at, at_block, live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -795,7 +794,7 @@ def novograd_float16_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -803,13 +802,12 @@ def novograd_float16_3_tile(
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored.to(tl.float32))
     # 25  exp_avg = beta1 * exp_avg + update
     exp_avg = tl.fma(exp_avg_scale_mul[:, None], exp_avg_code * reciprocal(254.0 - exp_avg_bend), update)
     p = tl.fma(minus_lr, exp_avg, p)  # 26  p = p - lr * exp_avg
@@ -845,7 +843,7 @@ def novograd_float16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -863,7 +861,7 @@ def novograd_float16_3(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
     columns = tl.load(row + 13)
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -888,8 +886,9 @@ def novograd_float16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where,
-                block, live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
+                where, block, live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -910,7 +909,7 @@ def novograd_float16_3(
                 novograd_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -919,7 +918,7 @@ def novograd_float16_3(
         if start + TILE <= count:
             novograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                 before + start + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
@@ -930,9 +929,9 @@ def novograd_float16_3(
                 live_block = few_blocks * 64 < count - start
                 novograd_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, True,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -959,25 +958,25 @@ def novograd_float16_small_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def novograd_float16_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, index, beta1,
-    weight_decay, grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, index,
+    beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -985,7 +984,7 @@ def novograd_float16_small_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -993,12 +992,11 @@ def novograd_float16_small_3_tile(
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, g * (1.0 / sqrt_exp_avg_sq_2_plus_eps))
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored.to(tl.float32))
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -1042,7 +1040,7 @@ def novograd_float16_small_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     stream_key = tl.load(row + 13).to(tl.int32)
     pace = tl.load(row + 16)
@@ -1058,8 +1056,8 @@ def novograd_float16_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             novograd_float16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number, beta1,
-                weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number,
+                beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1076,7 +1074,7 @@ def novograd_float16_small_3(
             for odd in tl.static_range(2):
                 novograd_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+                    exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -1085,8 +1083,8 @@ def novograd_float16_small_3(
         if start + TILE <= count:
             novograd_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, weight_decay,
-                grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
+                weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1094,16 +1092,16 @@ def novograd_float16_small_3(
                 live = few < count - start
                 novograd_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, weight_decay,
-                    grad_scale, minus_lr, step_key, stream_key, True,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
 @triton.jit
 def novograd_float32_grad_averaging_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, live,
-    live_block, index, beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block,
+    live, live_block, index, beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay,
+    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1115,12 +1113,12 @@ def novograd_float32_grad_averaging_3_tile(
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)
     # 25  exp_avg = beta1 * exp_avg + update
     exp_avg = tl.fma(exp_avg_scale_mul[:, None], exp_avg_code * reciprocal(254.0 - exp_avg_bend), update)
     p = tl.fma(minus_lr, exp_avg, p)  # 26  p = p - lr * exp_avg
@@ -1142,7 +1140,7 @@ def novograd_float32_grad_averaging_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -1160,7 +1158,7 @@ def novograd_float32_grad_averaging_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     columns = tl.load(row + 12)
     stream_key = tl.load(row + 13).to(tl.int32)
@@ -1185,8 +1183,8 @@ def novograd_float32_grad_averaging_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_float32_grad_averaging_3_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live,
-                live_block, number, beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block,
+                live, live_block, number, beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay,
                 minus_lr, step_key, stream_key, True,
             )
     else:
@@ -1206,18 +1204,19 @@ def novograd_float32_grad_averaging_3(
             for odd in tl.static_range(2):
                 novograd_float32_grad_averaging_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
+                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             novograd_float32_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
+                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1226,26 +1225,27 @@ def novograd_float32_grad_averaging_3(
                 live_block = few_blocks * 64 < count - start
                 novograd_float32_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1,
+                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
 @triton.jit
 def novograd_float32_grad_averaging_small_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
+    p_ptr, g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -1267,7 +1267,7 @@ def novograd_float32_grad_averaging_small_3(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 10)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -1282,30 +1282,30 @@ def novograd_float32_grad_averaging_small_3(
         for odd in tl.static_range(2):
             novograd_float32_grad_averaging_small_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         novograd_float32_grad_averaging_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1,
-            one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             novograd_float32_grad_averaging_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
             )
 
 
 @triton.jit
 def novograd_bfloat16_grad_averaging_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-    at_block, live, live_block, index, beta1, one_minus_beta1_times_grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
+    at, at_block, live, live_block, index, beta1, one_minus_beta1_times_grad_scale,
     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1321,12 +1321,12 @@ def novograd_bfloat16_grad_averaging_3_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (widened(g_stored) * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * widened(g_stored))
     # 25  exp_avg = beta1 * exp_avg + update
     exp_avg = tl.fma(exp_avg_scale_mul[:, None], exp_avg_code * reciprocal(254.0 - exp_avg_bend), update)
     p = tl.fma(minus_lr, exp_avg, p)  # 26  p = p - lr * exp_avg
@@ -1351,7 +1351,7 @@ def novograd_bfloat16_grad_averaging_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -1370,7 +1370,7 @@ def novograd_bfloat16_grad_averaging_3(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
     columns = tl.load(row + 13)
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -1395,8 +1395,8 @@ def novograd_bfloat16_grad_averaging_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_bfloat16_grad_averaging_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where,
-                block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
+                where, block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -1418,7 +1418,7 @@ def novograd_bfloat16_grad_averaging_3(
                 novograd_bfloat16_grad_averaging_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -1427,7 +1427,7 @@ def novograd_bfloat16_grad_averaging_3(
         if start + TILE <= count:
             novograd_bfloat16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                 before + start + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
@@ -1438,17 +1438,18 @@ def novograd_bfloat16_grad_averaging_3(
                 live_block = few_blocks * 64 < count - start
                 novograd_bfloat16_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1,
+                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
 @triton.jit
 def novograd_bfloat16_grad_averaging_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, index, beta1,
-    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, index,
+    beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1457,11 +1458,11 @@ def novograd_bfloat16_grad_averaging_small_3_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (widened(g_stored) * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * widened(g_stored))
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -1495,7 +1496,7 @@ def novograd_bfloat16_grad_averaging_small_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     stream_key = tl.load(row + 13).to(tl.int32)
     pace = tl.load(row + 16)
@@ -1511,9 +1512,9 @@ def novograd_bfloat16_grad_averaging_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             novograd_bfloat16_grad_averaging_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number,
+                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1530,7 +1531,7 @@ def novograd_bfloat16_grad_averaging_small_3(
             for odd in tl.static_range(2):
                 novograd_bfloat16_grad_averaging_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+                    exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -1539,7 +1540,7 @@ def novograd_bfloat16_grad_averaging_small_3(
         if start + TILE <= count:
             novograd_bfloat16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1549,7 +1550,7 @@ def novograd_bfloat16_grad_averaging_small_3(
                 live = few < count - start
                 novograd_bfloat16_grad_averaging_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1557,8 +1558,8 @@ def novograd_bfloat16_grad_averaging_small_3(
 
 @triton.jit
 def novograd_float16_grad_averaging_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-    at_block, live, live_block, index, beta1, one_minus_beta1_times_grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
+    at, at_block, live, live_block, index, beta1, one_minus_beta1_times_grad_scale,
     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1573,7 +1574,7 @@ def novograd_float16_grad_averaging_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1581,12 +1582,12 @@ def novograd_float16_grad_averaging_3_tile(
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored.to(tl.float32) * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored.to(tl.float32))
     # 25  exp_avg = beta1 * exp_avg + update
     exp_avg = tl.fma(exp_avg_scale_mul[:, None], exp_avg_code * reciprocal(254.0 - exp_avg_bend), update)
     p = tl.fma(minus_lr, exp_avg, p)  # 26  p = p - lr * exp_avg
@@ -1622,7 +1623,7 @@ def novograd_float16_grad_averaging_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     exp_avg_scale_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_scale_abs, exp_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -1641,7 +1642,7 @@ def novograd_float16_grad_averaging_3(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
     columns = tl.load(row + 13)
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -1666,8 +1667,8 @@ def novograd_float16_grad_averaging_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_float16_grad_averaging_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where,
-                block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
+                where, block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -1689,7 +1690,7 @@ def novograd_float16_grad_averaging_3(
                 novograd_float16_grad_averaging_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -1698,7 +1699,7 @@ def novograd_float16_grad_averaging_3(
         if start + TILE <= count:
             novograd_float16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                 before + start + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
@@ -1709,17 +1710,18 @@ def novograd_float16_grad_averaging_3(
                 live_block = few_blocks * 64 < count - start
                 novograd_float16_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
+                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1,
+                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
 @triton.jit
 def novograd_float16_grad_averaging_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, index, beta1,
-    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, index,
+    beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1727,7 +1729,7 @@ def novograd_float16_grad_averaging_small_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1735,11 +1737,11 @@ def novograd_float16_grad_averaging_small_3_tile(
     p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    one_over_sqrt_exp_avg_sq_2_plus_eps = tl.load(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
-    sqrt_exp_avg_sq_2_plus_eps = tl.load(sqrt_exp_avg_sq_2_plus_eps_ptr)
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * (g_stored.to(tl.float32) * (1.0 / sqrt_exp_avg_sq_2_plus_eps)))
+    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored.to(tl.float32))
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -1784,7 +1786,7 @@ def novograd_float16_grad_averaging_small_3(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     stream_key = tl.load(row + 13).to(tl.int32)
     pace = tl.load(row + 16)
@@ -1800,9 +1802,9 @@ def novograd_float16_grad_averaging_small_3(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             novograd_float16_grad_averaging_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number,
+                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1819,7 +1821,7 @@ def novograd_float16_grad_averaging_small_3(
             for odd in tl.static_range(2):
                 novograd_float16_grad_averaging_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
+                    exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -1828,7 +1830,7 @@ def novograd_float16_grad_averaging_small_3(
         if start + TILE <= count:
             novograd_float16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1838,7 +1840,7 @@ def novograd_float16_grad_averaging_small_3(
                 live = few < count - start
                 novograd_float16_grad_averaging_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )

@@ -15,7 +15,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def orthograd_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED)
 
 
 @triton.jit
@@ -56,31 +56,31 @@ def orthograd_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
             p_ptr + start, g_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -152,7 +152,7 @@ def orthograd_float32_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MAS
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -183,14 +183,14 @@ def orthograd_float32_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_float32_3_tile(
             p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -198,7 +198,7 @@ def orthograd_float32_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -322,7 +322,7 @@ def orthograd_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
 
 
 @triton.jit
@@ -355,32 +355,32 @@ def orthograd_bfloat16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -426,7 +426,7 @@ def orthograd_bfloat16_3_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -460,14 +460,14 @@ def orthograd_bfloat16_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -475,7 +475,7 @@ def orthograd_bfloat16_3(
             tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -607,7 +607,7 @@ def orthograd_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -617,7 +617,7 @@ def orthograd_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
 
 
 @triton.jit
@@ -650,32 +650,32 @@ def orthograd_float16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -691,7 +691,7 @@ def orthograd_float16_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -704,7 +704,7 @@ def orthograd_float16_3_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -738,14 +738,14 @@ def orthograd_float16_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_float16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -753,7 +753,7 @@ def orthograd_float16_3(
             tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -767,7 +767,7 @@ def orthograd_float16_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -904,31 +904,31 @@ def orthograd_float32_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
             p_ptr + start, g_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -986,14 +986,14 @@ def orthograd_float32_has_momentum_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_float32_3_tile(
             p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1001,7 +1001,7 @@ def orthograd_float32_has_momentum_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -1069,7 +1069,7 @@ def orthograd_float32_has_momentum_5_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -1190,31 +1190,31 @@ def orthograd_float32_has_momentum_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
             p_ptr + start, g_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -1248,14 +1248,14 @@ def orthograd_float32_has_momentum_small_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_float32_3_tile(
             p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1263,7 +1263,7 @@ def orthograd_float32_has_momentum_small_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -1377,32 +1377,32 @@ def orthograd_bfloat16_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -1463,14 +1463,14 @@ def orthograd_bfloat16_has_momentum_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1478,7 +1478,7 @@ def orthograd_bfloat16_has_momentum_3(
             tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -1552,7 +1552,7 @@ def orthograd_bfloat16_has_momentum_5_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -1677,32 +1677,32 @@ def orthograd_bfloat16_has_momentum_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -1739,14 +1739,14 @@ def orthograd_bfloat16_has_momentum_small_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1754,7 +1754,7 @@ def orthograd_bfloat16_has_momentum_small_3(
             tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -1909,32 +1909,32 @@ def orthograd_float16_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -1971,14 +1971,14 @@ def orthograd_float16_has_momentum_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_float16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -1986,7 +1986,7 @@ def orthograd_float16_has_momentum_3(
             tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -2001,7 +2001,7 @@ def orthograd_float16_has_momentum_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2059,7 +2059,7 @@ def orthograd_float16_has_momentum_5_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -2184,32 +2184,32 @@ def orthograd_float16_has_momentum_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
@@ -2246,14 +2246,14 @@ def orthograd_float16_has_momentum_small_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term = orthograd_float16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
@@ -2261,7 +2261,7 @@ def orthograd_float16_has_momentum_small_3(
             tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -2277,7 +2277,7 @@ def orthograd_float16_has_momentum_small_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2451,7 +2451,7 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -2678,7 +2678,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -2904,7 +2904,7 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2964,7 +2964,7 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -3071,7 +3071,7 @@ def orthograd_float16_nesterov_has_momentum_small_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

@@ -23,7 +23,7 @@
 //     d_numerator  0 B  f32, one per model
 //                  exact; every f32
 //   traffic   42 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -38,24 +38,26 @@ struct prodigy_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
+        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
+        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
-        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
+        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -66,6 +68,7 @@ struct prodigy_float32_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
+            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -88,9 +91,9 @@ struct prodigy_float32_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -114,7 +117,7 @@ struct prodigy_float32_2 {
             const F p0 = load(p0_at + i);
             const F p = load(p_at + i);
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_rate * g, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_rate, g, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -131,10 +134,10 @@ struct prodigy_float32_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {17, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
-        {18, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
-        {16, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
+        {18, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
+        {19, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -164,25 +167,23 @@ struct prodigy_float32_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
+        {6, -1, 4, WHOLE, true, true, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {19, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
-        {20, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {18, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
+        {20, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
+        {19, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
+        {18, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
+        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
-        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
+        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[6]);
         const F d0(known.scalars[2]);
@@ -208,9 +209,9 @@ struct prodigy_float32_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
+            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
-            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -228,10 +229,10 @@ struct prodigy_float32_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -242,12 +243,12 @@ struct prodigy_float32_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[9]);
         const F beta2(known.scalars[10]);
@@ -255,7 +256,7 @@ struct prodigy_float32_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
+        const F d_times_d = F(*d_times_d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -266,40 +267,15 @@ struct prodigy_float32_5 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_d * g, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d * g * d, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_float32_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // d
-        {19, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                // float32 [model]  written
-        const float *__restrict d_2_at = (const float *)at[1];  // float32 [model]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F d_2 = load(d_2_at + i);
-            store(d_at + i, d_2);
         }
     }
 };
@@ -316,9 +292,9 @@ struct prodigy_bfloat16_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -344,7 +320,7 @@ struct prodigy_bfloat16_2 {
             const F p = widened(p_stored);  // bf16, nearest
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -365,10 +341,10 @@ struct prodigy_bfloat16_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -379,12 +355,12 @@ struct prodigy_bfloat16_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[9]);
         const F beta2(known.scalars[10]);
@@ -392,7 +368,7 @@ struct prodigy_bfloat16_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
+        const F d_times_d = F(*d_times_d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -405,9 +381,9 @@ struct prodigy_bfloat16_5 {
             const F p = widened(p_stored);                        // bf16, nearest
             const F g_cast = g_stored;
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast * d, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -432,9 +408,9 @@ struct prodigy_float16_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -460,7 +436,7 @@ struct prodigy_float16_2 {
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -481,10 +457,10 @@ struct prodigy_float16_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -495,12 +471,12 @@ struct prodigy_float16_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[9]);
         const F beta2(known.scalars[10]);
@@ -508,7 +484,7 @@ struct prodigy_float16_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
+        const F d_times_d = F(*d_times_d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -521,9 +497,9 @@ struct prodigy_float16_5 {
             const F p = widen_half(p_stored);                     // f16, nearest
             const F g_cast = g_stored;
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast * d, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -543,24 +519,26 @@ struct prodigy_float32_safeguard_warmup_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
+        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
+        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
-        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
+        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -571,6 +549,7 @@ struct prodigy_float32_safeguard_warmup_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
+            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -593,9 +572,9 @@ struct prodigy_float32_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -619,7 +598,7 @@ struct prodigy_float32_safeguard_warmup_2 {
             const F p0 = load(p0_at + i);
             const F p = load(p_at + i);
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_d * g, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_d, g, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -640,9 +619,9 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -668,7 +647,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
             const F p = widened(p_stored);                                         // bf16, nearest
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_d * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -689,9 +668,9 @@ struct prodigy_float16_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -717,7 +696,7 @@ struct prodigy_float16_safeguard_warmup_2 {
             const F p = widen_half(p_stored);                                      // f16, nearest
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_d * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -735,24 +714,26 @@ struct prodigy_float32_use_bias_correction_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
+        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
+        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
-        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
+        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -766,6 +747,7 @@ struct prodigy_float32_use_bias_correction_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
+            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -788,9 +770,9 @@ struct prodigy_float32_use_bias_correction_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -814,7 +796,7 @@ struct prodigy_float32_use_bias_correction_2 {
             const F p0 = load(p0_at + i);
             const F p = load(p_at + i);
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_rate * g, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_rate, g, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -831,25 +813,23 @@ struct prodigy_float32_use_bias_correction_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
+        {6, -1, 4, WHOLE, true, true, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {19, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
-        {20, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {18, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
+        {20, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
+        {19, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
+        {18, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
+        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
-        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
+        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[7]);
         const F d0(known.scalars[2]);
@@ -876,9 +856,9 @@ struct prodigy_float32_use_bias_correction_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
+            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
-            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -896,10 +876,10 @@ struct prodigy_float32_use_bias_correction_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -910,12 +890,12 @@ struct prodigy_float32_use_bias_correction_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[10]);
         const F beta2(known.scalars[11]);
@@ -923,7 +903,7 @@ struct prodigy_float32_use_bias_correction_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
+        const F d_times_d = F(*d_times_d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -934,9 +914,9 @@ struct prodigy_float32_use_bias_correction_5 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_d * g, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g * d, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -959,9 +939,9 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -987,7 +967,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
             const F p = widened(p_stored);  // bf16, nearest
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -1008,10 +988,10 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -1022,12 +1002,12 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[10]);
         const F beta2(known.scalars[11]);
@@ -1035,7 +1015,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
+        const F d_times_d = F(*d_times_d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -1048,9 +1028,9 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             const F p = widened(p_stored);                        // bf16, nearest
             const F g_cast = g_stored;
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast * d, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -1075,9 +1055,9 @@ struct prodigy_float16_use_bias_correction_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1103,7 +1083,7 @@ struct prodigy_float16_use_bias_correction_2 {
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_rate * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -1124,10 +1104,10 @@ struct prodigy_float16_use_bias_correction_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -1138,12 +1118,12 @@ struct prodigy_float16_use_bias_correction_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[10]);
         const F beta2(known.scalars[11]);
@@ -1151,7 +1131,7 @@ struct prodigy_float16_use_bias_correction_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
+        const F d_times_d = F(*d_times_d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -1164,9 +1144,9 @@ struct prodigy_float16_use_bias_correction_5 {
             const F p = widen_half(p_stored);                     // f16, nearest
             const F g_cast = g_stored;
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-            const F exp_avg_2 = fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg);
+            const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast * d, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -1186,24 +1166,26 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
+        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
+        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
-        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
+        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -1217,6 +1199,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
+            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -1239,9 +1222,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1265,7 +1248,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const F p0 = load(p0_at + i);
             const F p = load(p_at + i);
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_d * g, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_d, g, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -1286,9 +1269,9 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1314,7 +1297,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
             const F p = widened(p_stored);                                         // bf16, nearest
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_d * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -1335,9 +1318,9 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1363,7 +1346,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
             const F p = widen_half(p_stored);                                      // f16, nearest
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-            const F s_2 = fma(grad_scale, d_over_d0_times_d * g_cast, beta3 * s);
+            const F s_2 = fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s);
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
@@ -1387,6 +1370,7 @@ struct prodigy_float32 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1397,7 +1381,6 @@ struct prodigy_float32 {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1408,7 +1391,6 @@ struct prodigy_float32 {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float32_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1427,6 +1409,7 @@ struct prodigy_bfloat16 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1437,7 +1420,6 @@ struct prodigy_bfloat16 {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1448,7 +1430,6 @@ struct prodigy_bfloat16 {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_bfloat16_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1467,6 +1448,7 @@ struct prodigy_float16 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1477,7 +1459,6 @@ struct prodigy_float16 {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1488,7 +1469,6 @@ struct prodigy_float16 {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float16_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1507,6 +1487,7 @@ struct prodigy_float32_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1517,7 +1498,6 @@ struct prodigy_float32_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1528,7 +1508,6 @@ struct prodigy_float32_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float32_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1547,6 +1526,7 @@ struct prodigy_bfloat16_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1557,7 +1537,6 @@ struct prodigy_bfloat16_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1568,7 +1547,6 @@ struct prodigy_bfloat16_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_bfloat16_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1587,6 +1565,7 @@ struct prodigy_float16_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1597,7 +1576,6 @@ struct prodigy_float16_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1608,7 +1586,6 @@ struct prodigy_float16_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float16_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1627,6 +1604,7 @@ struct prodigy_float32_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1637,7 +1615,6 @@ struct prodigy_float32_use_bias_correction {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1648,7 +1625,6 @@ struct prodigy_float32_use_bias_correction {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float32_use_bias_correction_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1667,6 +1643,7 @@ struct prodigy_bfloat16_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1677,7 +1654,6 @@ struct prodigy_bfloat16_use_bias_correction {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1688,7 +1664,6 @@ struct prodigy_bfloat16_use_bias_correction {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1707,6 +1682,7 @@ struct prodigy_float16_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1717,7 +1693,6 @@ struct prodigy_float16_use_bias_correction {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1728,7 +1703,6 @@ struct prodigy_float16_use_bias_correction {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float16_use_bias_correction_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1747,6 +1721,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1757,7 +1732,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1768,7 +1742,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float32_use_bias_correction_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1787,6 +1760,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1797,7 +1771,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1808,7 +1781,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1827,6 +1799,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1837,7 +1810,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1848,7 +1820,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float16_use_bias_correction_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
     };
 };
 

@@ -23,7 +23,7 @@
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
 #   traffic   42 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -34,13 +34,15 @@ from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reci
 
 @triton.jit
 def prodigy_float32_1_values(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+    one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
@@ -51,14 +53,15 @@ def prodigy_float32_1_values(
 
 @triton.jit
 def prodigy_float32_1_round(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+    columns, lr, weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_1_values(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+        one_minus_beta1,
     )
 
 
@@ -73,18 +76,19 @@ def prodigy_float32_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
-    rate_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
+    d_times_d_ptr = pointer(row + 9, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+        columns, lr, weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
@@ -101,11 +105,11 @@ def prodigy_float32_2_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/prodigy.py)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -123,7 +127,7 @@ def prodigy_float32_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -139,31 +143,31 @@ def prodigy_float32_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
             grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -197,10 +201,10 @@ def prodigy_float32_3(table, work, LANES: tl.constexpr):
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
-    d_denom_ptr = pointer(row + 18, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 15, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_3_round(
@@ -211,8 +215,8 @@ def prodigy_float32_3(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def prodigy_float32_4_values(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, beta3,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+    eps, d0, d_coef, growth_rate, beta3,
 ):
     """Values of the model."""
     d_max = tl.load(d_max_ptr)
@@ -231,22 +235,21 @@ def prodigy_float32_4_values(
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
     # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
-    tl.store(d_2_ptr, d)
     tl.store(d_2_times_eps_ptr, d * eps)
 
 
 @triton.jit
 def prodigy_float32_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+    end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_4_values(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, beta3,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+        eps, d0, d_coef, growth_rate, beta3,
     )
 
 
@@ -263,23 +266,22 @@ def prodigy_float32_4(
     d_ptr = pointer(row + 6, tl.float32, False)
     d_max_ptr = pointer(row + 7, tl.float32, False)
     d_numerator_ptr = pointer(row + 8, tl.float32, False)
-    d_2_ptr = pointer(row + 19, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 18, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
+    scalar_0, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -287,16 +289,16 @@ def prodigy_float32_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p = get(p_ptr, at, live, MASKED)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g * d, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq)
     # 42  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -321,10 +323,10 @@ def prodigy_float32_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -341,53 +343,27 @@ def prodigy_float32_5(
         for odd in tl.static_range(2):
             prodigy_float32_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
+                scalar_0, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float32_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-            beta1, beta2, grad_scale, scalar_0, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float32_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                live, beta1, beta2, grad_scale, scalar_0, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0, True,
             )
-
-
-@triton.jit
-def prodigy_float32_6_values(d_ptr, d_2_ptr):
-    """Values of the model."""
-    d_2 = tl.load(d_2_ptr)
-    tl.store(d_ptr, d_2)
-
-
-@triton.jit
-def prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """All values of the model."""
-    prodigy_float32_6_values(d_ptr, d_2_ptr)
-
-
-@triton.jit
-def prodigy_float32_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 6, tl.float32, False)
-    d_2_ptr = pointer(row + 19, tl.float32, False)
-    rows = tl.load(row + 24)
-    columns = tl.load(row + 25)
-    prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -405,11 +381,11 @@ def prodigy_bfloat16_2_tile(
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g_cast, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -427,7 +403,7 @@ def prodigy_bfloat16_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -443,40 +419,40 @@ def prodigy_bfloat16_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
             grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def prodigy_bfloat16_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
+    scalar_0, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -484,7 +460,7 @@ def prodigy_bfloat16_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -493,9 +469,9 @@ def prodigy_bfloat16_5_tile(
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -521,10 +497,10 @@ def prodigy_bfloat16_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -541,25 +517,26 @@ def prodigy_bfloat16_5(
         for odd in tl.static_range(2):
             prodigy_bfloat16_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
+                scalar_0, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_bfloat16_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-            beta1, beta2, grad_scale, scalar_0, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_bfloat16_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                live, beta1, beta2, grad_scale, scalar_0, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0, True,
             )
 
 
@@ -578,11 +555,11 @@ def prodigy_float16_2_tile(
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g_cast, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -600,7 +577,7 @@ def prodigy_float16_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -616,40 +593,40 @@ def prodigy_float16_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
             grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def prodigy_float16_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
+    scalar_0, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -657,7 +634,7 @@ def prodigy_float16_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -666,9 +643,9 @@ def prodigy_float16_5_tile(
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -692,10 +669,10 @@ def prodigy_float16_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -712,37 +689,40 @@ def prodigy_float16_5(
         for odd in tl.static_range(2):
             prodigy_float16_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
+                scalar_0, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float16_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-            beta1, beta2, grad_scale, scalar_0, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float16_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                live, beta1, beta2, grad_scale, scalar_0, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0, True,
             )
 
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_values(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
+    one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
@@ -753,14 +733,15 @@ def prodigy_float32_safeguard_warmup_1_values(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_round(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+    lr, weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_safeguard_warmup_1_values(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
+        one_minus_beta1,
     )
 
 
@@ -775,18 +756,19 @@ def prodigy_float32_safeguard_warmup_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
-    rate_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, False)
+    d_times_d_ptr = pointer(row + 9, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_safeguard_warmup_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-        LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+        lr, weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
@@ -803,11 +785,11 @@ def prodigy_float32_safeguard_warmup_2_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/prodigy.py)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_d, g, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -825,7 +807,7 @@ def prodigy_float32_safeguard_warmup_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -841,31 +823,31 @@ def prodigy_float32_safeguard_warmup_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, at, at, grad_scale,
             beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -885,11 +867,11 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g_cast, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -907,7 +889,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -923,31 +905,31 @@ def prodigy_bfloat16_safeguard_warmup_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, at, at, grad_scale,
             beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -967,11 +949,11 @@ def prodigy_float16_safeguard_warmup_2_tile(
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g_cast, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -989,7 +971,7 @@ def prodigy_float16_safeguard_warmup_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1005,45 +987,47 @@ def prodigy_float16_safeguard_warmup_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, at, at, grad_scale,
             beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_values(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+    scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
     rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -1054,14 +1038,15 @@ def prodigy_float32_use_bias_correction_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_round(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+    columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_1_values(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+        scalar_0, one_minus_beta1,
     )
 
 
@@ -1076,25 +1061,26 @@ def prodigy_float32_use_bias_correction_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
-    rate_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
+    d_times_d_ptr = pointer(row + 9, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+        columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_4_values(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+    eps, d0, d_coef, growth_rate, scalar_0, beta3,
 ):
     """Values of the model."""
     d_max = tl.load(d_max_ptr)
@@ -1114,22 +1100,21 @@ def prodigy_float32_use_bias_correction_4_values(
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
     # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
-    tl.store(d_2_ptr, d)
     tl.store(d_2_times_eps_ptr, d * eps)
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+    end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_4_values(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+        eps, d0, d_coef, growth_rate, scalar_0, beta3,
     )
 
 
@@ -1146,24 +1131,22 @@ def prodigy_float32_use_bias_correction_4(
     d_ptr = pointer(row + 6, tl.float32, False)
     d_max_ptr = pointer(row + 7, tl.float32, False)
     d_numerator_ptr = pointer(row + 8, tl.float32, False)
-    d_2_ptr = pointer(row + 19, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 18, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0_2,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
+    scalar_0_2, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1171,16 +1154,16 @@ def prodigy_float32_use_bias_correction_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p = get(p_ptr, at, live, MASKED)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g * d, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq)
     # 42  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -1205,10 +1188,10 @@ def prodigy_float32_use_bias_correction_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -1225,33 +1208,34 @@ def prodigy_float32_use_bias_correction_5(
         for odd in tl.static_range(2):
             prodigy_float32_use_bias_correction_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
+                scalar_0_2, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float32_use_bias_correction_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-            beta1, beta2, grad_scale, scalar_0_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float32_use_bias_correction_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                live, beta1, beta2, grad_scale, scalar_0_2, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0_2, True,
             )
 
 
 @triton.jit
 def prodigy_bfloat16_use_bias_correction_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0_2,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
+    scalar_0_2, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1259,7 +1243,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1268,9 +1252,9 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -1296,10 +1280,10 @@ def prodigy_bfloat16_use_bias_correction_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -1316,33 +1300,34 @@ def prodigy_bfloat16_use_bias_correction_5(
         for odd in tl.static_range(2):
             prodigy_bfloat16_use_bias_correction_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
+                scalar_0_2, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_bfloat16_use_bias_correction_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-            beta1, beta2, grad_scale, scalar_0_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_bfloat16_use_bias_correction_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                live, beta1, beta2, grad_scale, scalar_0_2, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0_2, True,
             )
 
 
 @triton.jit
 def prodigy_float16_use_bias_correction_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0_2,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
+    scalar_0_2, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1350,7 +1335,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1359,9 +1344,9 @@ def prodigy_float16_use_bias_correction_5_tile(
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -1385,10 +1370,10 @@ def prodigy_float16_use_bias_correction_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -1405,38 +1390,41 @@ def prodigy_float16_use_bias_correction_5(
         for odd in tl.static_range(2):
             prodigy_float16_use_bias_correction_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
+                scalar_0_2, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float16_use_bias_correction_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-            beta1, beta2, grad_scale, scalar_0_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float16_use_bias_correction_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                live, beta1, beta2, grad_scale, scalar_0_2, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0_2, True,
             )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
+    scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
     rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -1447,14 +1435,15 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+    lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
+        scalar_0, one_minus_beta1,
     )
 
 
@@ -1469,18 +1458,19 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
-    rate_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, False)
+    d_times_d_ptr = pointer(row + 9, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+        lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
@@ -1503,9 +1493,15 @@ TILE = {
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
     "prodigy_float32_2": {"maxnreg": 96},
+    "prodigy_float32_5": {"maxnreg": 64},
     "prodigy_bfloat16_2": {"maxnreg": 96},
+    "prodigy_bfloat16_5": {"maxnreg": 64},
     "prodigy_float16_2": {"maxnreg": 96},
+    "prodigy_float16_5": {"maxnreg": 64},
     "prodigy_float32_safeguard_warmup_2": {"maxnreg": 96},
     "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 96},
     "prodigy_float16_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_float32_use_bias_correction_5": {"maxnreg": 64},
+    "prodigy_bfloat16_use_bias_correction_5": {"maxnreg": 64},
+    "prodigy_float16_use_bias_correction_5": {"maxnreg": 64},
 }

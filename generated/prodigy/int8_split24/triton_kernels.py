@@ -23,19 +23,20 @@
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
 #   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened
 
 
 @triton.jit
 def prodigy_float32_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+    one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
@@ -44,6 +45,7 @@ def prodigy_float32_1_values(
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_rate_ptr, d_div * rate)
@@ -51,14 +53,15 @@ def prodigy_float32_1_values(
 
 @triton.jit
 def prodigy_float32_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr,
+    weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+        one_minus_beta1,
     )
 
 
@@ -69,30 +72,31 @@ def prodigy_float32_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_times_lr_ptr = pointer(row + 12, tl.float32, False)
     rate_ptr = pointer(row + 13, tl.float32, False)
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
+    d_times_d_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, False)
+    rows = tl.load(row + 27)
+    columns = tl.load(row + 28)
     prodigy_float32_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr,
+        weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_2_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, MASKED: tl.constexpr,
+    p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -105,7 +109,7 @@ def prodigy_float32_2_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -113,7 +117,7 @@ def prodigy_float32_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -130,12 +134,12 @@ def prodigy_float32_2_tile(
     # -- update  (specs/prodigy.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g * d, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     one_minus_beta1_times_d_abs = tl.abs(exp_avg)
@@ -156,7 +160,7 @@ def prodigy_float32_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -166,12 +170,12 @@ def prodigy_float32_2_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    d_times_d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -190,8 +194,8 @@ def prodigy_float32_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -202,7 +206,7 @@ def prodigy_float32_2(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -213,16 +217,16 @@ def prodigy_float32_2(
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
-    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_d_numerator_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = (tl.load(row + 33) + 63) // 64 * 64
-    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
+    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_for_d_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
+    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    stream_key = tl.load(row + 31).to(tl.int32)
+    pace = (tl.load(row + 34) + 63) // 64 * 64
+    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
     d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
@@ -243,13 +247,13 @@ def prodigy_float32_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
-                number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
+                live_block, number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -270,44 +274,45 @@ def prodigy_float32_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
-                    d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr,
+                    one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                     stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key,
-                False,
+                p0_ptr + start, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
+                at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
-                    beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr,
+                    one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
+                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key,
+                    True,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -338,15 +343,15 @@ def prodigy_float32_3_round(
 def prodigy_float32_3(table, work, LANES: tl.constexpr):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 21, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 19, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 18, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
+    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
+    d_denom_ptr = pointer(row + 22, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 19, tl.float32, False)
+    rows = tl.load(row + 27)
+    columns = tl.load(row + 28)
     prodigy_float32_3_round(
         model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
         first, end, rows, columns, LANES,
@@ -400,17 +405,17 @@ def prodigy_float32_4(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_max_ptr = pointer(row + 10, tl.float32, False)
     d_numerator_ptr = pointer(row + 11, tl.float32, False)
-    d_2_times_eps_ptr = pointer(row + 22, tl.float32, False)
-    d_denom_ptr = pointer(row + 21, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
+    d_2_times_eps_ptr = pointer(row + 23, tl.float32, False)
+    d_denom_ptr = pointer(row + 22, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
+    rows = tl.load(row + 27)
+    columns = tl.load(row + 28)
     prodigy_float32_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
         end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
@@ -440,7 +445,7 @@ def prodigy_float32_5_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -462,7 +467,7 @@ def prodigy_float32_5(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
@@ -471,9 +476,9 @@ def prodigy_float32_5(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
     rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 22, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 28)
-    columns = tl.load(row + 29)
+    d_2_times_eps_ptr = pointer(row + 23, tl.float32, ALIGNED)        # float32 [1]  read
+    numel = tl.load(row + 29)
+    columns = tl.load(row + 30)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -537,13 +542,15 @@ def prodigy_float32_5(
 
 @triton.jit
 def prodigy_float32_small_1_values(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+    one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
@@ -554,14 +561,15 @@ def prodigy_float32_small_1_values(
 
 @triton.jit
 def prodigy_float32_small_1_round(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+    columns, lr, weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_small_1_values(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+        one_minus_beta1,
     )
 
 
@@ -576,18 +584,19 @@ def prodigy_float32_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
-    rate_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
+    d_times_d_ptr = pointer(row + 9, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+        columns, lr, weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
@@ -604,11 +613,11 @@ def prodigy_float32_small_2_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/prodigy.py)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -626,7 +635,7 @@ def prodigy_float32_small_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -642,31 +651,31 @@ def prodigy_float32_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_small_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
             grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_small_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -678,56 +687,15 @@ def prodigy_float32_small_3(table, work, LANES: tl.constexpr):
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
-    d_denom_ptr = pointer(row + 18, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 15, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_3_round(
         model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
         first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def prodigy_float32_small_4_values(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, beta3,
-):
-    """Values of the model."""
-    d_max = tl.load(d_max_ptr)
-    d_denom = tl.load(d_denom_ptr)
-    d = tl.load(d_ptr)
-    model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
-    d_numerator = tl.load(d_numerator_ptr)
-    rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
-    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
-    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
-    # 41  d = minimum(d_max, raised * growth_rate)
-    d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_max_ptr, d_max)
-    tl.store(d_numerator_ptr, d_numerator)
-    tl.store(d_2_ptr, d)
-    tl.store(d_2_times_eps_ptr, d * eps)
-
-
-@triton.jit
-def prodigy_float32_small_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
-):
-    """All values of the model."""
-    prodigy_float32_small_4_values(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, beta3,
     )
 
 
@@ -744,23 +712,22 @@ def prodigy_float32_small_4(
     d_ptr = pointer(row + 6, tl.float32, False)
     d_max_ptr = pointer(row + 7, tl.float32, False)
     d_numerator_ptr = pointer(row + 8, tl.float32, False)
-    d_2_ptr = pointer(row + 19, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 18, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_small_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+    prodigy_float32_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_small_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
+    scalar_0, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -768,16 +735,16 @@ def prodigy_float32_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p = get(p_ptr, at, live, MASKED)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g * d, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq)
     # 42  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -802,10 +769,10 @@ def prodigy_float32_small_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -822,53 +789,27 @@ def prodigy_float32_small_5(
         for odd in tl.static_range(2):
             prodigy_float32_small_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
+                scalar_0, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float32_small_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-            beta1, beta2, grad_scale, scalar_0, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float32_small_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                live, beta1, beta2, grad_scale, scalar_0, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0, True,
             )
-
-
-@triton.jit
-def prodigy_float32_small_6_values(d_ptr, d_2_ptr):
-    """Values of the model."""
-    d_2 = tl.load(d_2_ptr)
-    tl.store(d_ptr, d_2)
-
-
-@triton.jit
-def prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """All values of the model."""
-    prodigy_float32_small_6_values(d_ptr, d_2_ptr)
-
-
-@triton.jit
-def prodigy_float32_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 6, tl.float32, False)
-    d_2_ptr = pointer(row + 19, tl.float32, False)
-    rows = tl.load(row + 24)
-    columns = tl.load(row + 25)
-    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -882,18 +823,19 @@ def prodigy_bfloat16_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 14, tl.float32, False)
-    rate_ptr = pointer(row + 15, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, False)
+    d_times_d_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 15, tl.float32, False)
+    rate_ptr = pointer(row + 16, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 18, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 19, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+        columns, lr, weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
@@ -922,7 +864,7 @@ def prodigy_bfloat16_2_tile(
     g_cast = widened(g_stored)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     d_over_d0_times_rate_abs = tl.abs(s)
@@ -941,8 +883,8 @@ def prodigy_bfloat16_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -962,7 +904,7 @@ def prodigy_bfloat16_2(
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
     stream_key = tl.load(row + 32).to(tl.int32)
@@ -988,12 +930,12 @@ def prodigy_bfloat16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1011,37 +953,37 @@ def prodigy_bfloat16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                 before + start + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
                     few_blocks, live, live_block, before + start + (few & -8) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -1053,10 +995,10 @@ def prodigy_bfloat16_3(table, work, LANES: tl.constexpr):
     row = table + 39 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
-    d_denom_ptr = pointer(row + 22, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 19, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, False)
+    d_denom_ptr = pointer(row + 23, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_3_round(
@@ -1078,24 +1020,23 @@ def prodigy_bfloat16_4(
     d_ptr = pointer(row + 10, tl.float32, False)
     d_max_ptr = pointer(row + 11, tl.float32, False)
     d_numerator_ptr = pointer(row + 12, tl.float32, False)
-    d_2_ptr = pointer(row + 23, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, False)
-    d_denom_ptr = pointer(row + 22, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
+    d_denom_ptr = pointer(row + 23, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
-    prodigy_float32_small_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+    prodigy_float32_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_bfloat16_5_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
-    at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+    d_2_times_eps_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1109,7 +1050,7 @@ def prodigy_bfloat16_5_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1117,7 +1058,7 @@ def prodigy_bfloat16_5_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -1131,14 +1072,13 @@ def prodigy_bfloat16_5_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
-    d_sqrt = tl.sqrt(exp_avg_sq)
-    # 42  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    d_times_d_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_times_d_sqrt + d_2_times_eps), p)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
     word_mul = (word_xor ^ 1013904242) * 2146121005
@@ -1169,8 +1109,8 @@ def prodigy_bfloat16_5_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    exp_avg_sq_pattern = d_times_d_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -1179,12 +1119,12 @@ def prodigy_bfloat16_5_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    d_times_d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1207,10 +1147,10 @@ def prodigy_bfloat16_5(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 15, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 16, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
@@ -1237,8 +1177,9 @@ def prodigy_bfloat16_5(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_bfloat16_5_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
-                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1261,20 +1202,20 @@ def prodigy_bfloat16_5(
                 prodigy_bfloat16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    beta2, grad_scale, scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_bfloat16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                grad_scale, scalar_0, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1284,24 +1225,11 @@ def prodigy_bfloat16_5(
                 prodigy_bfloat16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
+                    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
+                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
+                    stream_key, True,
                 )
-
-
-@triton.jit
-def prodigy_bfloat16_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 39 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 10, tl.float32, False)
-    d_2_ptr = pointer(row + 23, tl.float32, False)
-    rows = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -1315,18 +1243,19 @@ def prodigy_bfloat16_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 7, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
+    d_times_d_ptr = pointer(row + 10, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 12, tl.float32, False)
+    rate_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 15, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+        columns, lr, weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
@@ -1348,11 +1277,11 @@ def prodigy_bfloat16_small_2_tile(
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g_cast, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -1371,7 +1300,7 @@ def prodigy_bfloat16_small_2(
     p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1388,32 +1317,32 @@ def prodigy_bfloat16_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale,
                 beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
             d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_rate_ptr, few, live, grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -1425,10 +1354,10 @@ def prodigy_bfloat16_small_3(table, work, LANES: tl.constexpr):
     row = table + 36 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 16, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 19, tl.float32, False)
+    d_denom_ptr = pointer(row + 20, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_3_round(
@@ -1450,23 +1379,22 @@ def prodigy_bfloat16_small_4(
     d_ptr = pointer(row + 7, tl.float32, False)
     d_max_ptr = pointer(row + 8, tl.float32, False)
     d_numerator_ptr = pointer(row + 9, tl.float32, False)
-    d_2_ptr = pointer(row + 20, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 20, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 19, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
-    prodigy_float32_small_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+    prodigy_float32_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_bfloat16_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2, grad_scale,
-    scalar_0, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
+    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2,
+    grad_scale, scalar_0, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1474,7 +1402,7 @@ def prodigy_bfloat16_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1485,9 +1413,9 @@ def prodigy_bfloat16_small_5_tile(
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -1523,10 +1451,10 @@ def prodigy_bfloat16_small_5(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 27)
     stream_key = tl.load(row + 29).to(tl.int32)
@@ -1543,9 +1471,9 @@ def prodigy_bfloat16_small_5(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             prodigy_bfloat16_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1, beta2, grad_scale,
-                scalar_0, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1,
+                beta2, grad_scale, scalar_0, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1563,43 +1491,30 @@ def prodigy_bfloat16_small_5(
             for odd in tl.static_range(2):
                 prodigy_bfloat16_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key,
-                    stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                    scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_bfloat16_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 prodigy_bfloat16_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
-                    True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0,
+                    step_key, stream_key, True,
                 )
-
-
-@triton.jit
-def prodigy_bfloat16_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 7, tl.float32, False)
-    d_2_ptr = pointer(row + 20, tl.float32, False)
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -1622,7 +1537,7 @@ def prodigy_float16_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1634,7 +1549,7 @@ def prodigy_float16_2_tile(
     g_cast = g_stored.to(tl.float32)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     d_over_d0_times_rate_abs = tl.abs(s)
@@ -1653,8 +1568,8 @@ def prodigy_float16_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -1674,7 +1589,7 @@ def prodigy_float16_2(
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
     stream_key = tl.load(row + 32).to(tl.int32)
@@ -1700,12 +1615,12 @@ def prodigy_float16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1723,37 +1638,37 @@ def prodigy_float16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                 before + start + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
                     few_blocks, live, live_block, before + start + (few & -8) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -1761,9 +1676,9 @@ def prodigy_float16_2(
 @triton.jit
 def prodigy_float16_5_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
-    at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+    d_2_times_eps_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1777,7 +1692,7 @@ def prodigy_float16_5_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1785,7 +1700,7 @@ def prodigy_float16_5_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -1793,7 +1708,7 @@ def prodigy_float16_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1806,14 +1721,13 @@ def prodigy_float16_5_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
-    d_sqrt = tl.sqrt(exp_avg_sq)
-    # 42  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    d_times_d_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_times_d_sqrt + d_2_times_eps), p)
     # -- encode and store
     rate_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = rate_bitcast >> 16 & 32768
@@ -1855,8 +1769,8 @@ def prodigy_float16_5_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    exp_avg_sq_pattern = d_times_d_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -1865,12 +1779,12 @@ def prodigy_float16_5_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    d_times_d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1893,10 +1807,10 @@ def prodigy_float16_5(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 15, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 16, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
@@ -1923,8 +1837,9 @@ def prodigy_float16_5(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_float16_5_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
-                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1947,20 +1862,20 @@ def prodigy_float16_5(
                 prodigy_float16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    beta2, grad_scale, scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_float16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                grad_scale, scalar_0, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1970,9 +1885,10 @@ def prodigy_float16_5(
                 prodigy_float16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
+                    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
+                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1990,7 +1906,7 @@ def prodigy_float16_small_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2001,11 +1917,11 @@ def prodigy_float16_small_2_tile(
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g_cast, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2024,7 +1940,7 @@ def prodigy_float16_small_2(
     p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -2041,41 +1957,41 @@ def prodigy_float16_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale,
                 beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
             d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_rate_ptr, few, live, grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def prodigy_float16_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2, grad_scale,
-    scalar_0, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
+    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2,
+    grad_scale, scalar_0, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2083,13 +1999,13 @@ def prodigy_float16_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2101,9 +2017,9 @@ def prodigy_float16_small_5_tile(
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -2150,10 +2066,10 @@ def prodigy_float16_small_5(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 27)
     stream_key = tl.load(row + 29).to(tl.int32)
@@ -2170,9 +2086,9 @@ def prodigy_float16_small_5(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             prodigy_float16_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1, beta2, grad_scale,
-                scalar_0, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1,
+                beta2, grad_scale, scalar_0, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -2190,35 +2106,36 @@ def prodigy_float16_small_5(
             for odd in tl.static_range(2):
                 prodigy_float16_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key,
-                    stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                    scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_float16_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 prodigy_float16_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
-                    True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0,
+                    step_key, stream_key, True,
                 )
 
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
@@ -2227,6 +2144,7 @@ def prodigy_float32_safeguard_warmup_1_values(
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_d_ptr, d_div * d)
@@ -2234,14 +2152,14 @@ def prodigy_float32_safeguard_warmup_1_values(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr,
+    weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_safeguard_warmup_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
     )
 
 
@@ -2252,30 +2170,31 @@ def prodigy_float32_safeguard_warmup_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_times_lr_ptr = pointer(row + 12, tl.float32, False)
     rate_ptr = pointer(row + 13, tl.float32, False)
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 17, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
+    d_times_d_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, False)
+    rows = tl.load(row + 27)
+    columns = tl.load(row + 28)
     prodigy_float32_safeguard_warmup_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-        LANES,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr,
+        weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_2_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, MASKED: tl.constexpr,
+    p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2288,7 +2207,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -2296,7 +2215,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -2313,12 +2232,12 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # -- update  (specs/prodigy.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d * g * d, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_d, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     one_minus_beta1_times_d_abs = tl.abs(exp_avg)
@@ -2339,7 +2258,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -2349,12 +2268,12 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    d_times_d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -2373,8 +2292,8 @@ def prodigy_float32_safeguard_warmup_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2385,7 +2304,7 @@ def prodigy_float32_safeguard_warmup_2(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2396,16 +2315,16 @@ def prodigy_float32_safeguard_warmup_2(
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
-    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_d_numerator_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 17, tl.float32, ALIGNED)    # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = (tl.load(row + 33) + 63) // 64 * 64
-    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
+    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_for_d_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
+    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    stream_key = tl.load(row + 31).to(tl.int32)
+    pace = (tl.load(row + 34) + 63) // 64 * 64
+    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
     d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
@@ -2426,13 +2345,13 @@ def prodigy_float32_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
-                number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
+                live_block, number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2453,57 +2372,60 @@ def prodigy_float32_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
-                    d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr,
+                    one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                     stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key,
-                False,
+                p0_ptr + start, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
+                at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
-                    beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr,
+                    one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
+                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key,
+                    True,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_small_1_values(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
+    one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
@@ -2514,14 +2436,15 @@ def prodigy_float32_safeguard_warmup_small_1_values(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_small_1_round(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+    lr, weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_safeguard_warmup_small_1_values(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
+        one_minus_beta1,
     )
 
 
@@ -2536,18 +2459,19 @@ def prodigy_float32_safeguard_warmup_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
-    rate_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, False)
+    d_times_d_ptr = pointer(row + 9, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_safeguard_warmup_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-        LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+        lr, weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
@@ -2564,11 +2488,11 @@ def prodigy_float32_safeguard_warmup_small_2_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/prodigy.py)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_d, g, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2586,7 +2510,7 @@ def prodigy_float32_safeguard_warmup_small_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -2602,31 +2526,31 @@ def prodigy_float32_safeguard_warmup_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, at, at, grad_scale,
             beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_small_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -2642,18 +2566,19 @@ def prodigy_bfloat16_safeguard_warmup_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 14, tl.float32, False)
-    rate_ptr = pointer(row + 15, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, False)
+    d_times_d_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 15, tl.float32, False)
+    rate_ptr = pointer(row + 16, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 18, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 19, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_safeguard_warmup_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-        LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+        lr, weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
@@ -2682,7 +2607,7 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     g_cast = widened(g_stored)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     d_over_d0_times_d_abs = tl.abs(s)
@@ -2701,8 +2626,8 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2722,7 +2647,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 19, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
     stream_key = tl.load(row + 32).to(tl.int32)
@@ -2748,12 +2673,12 @@ def prodigy_bfloat16_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2771,37 +2696,37 @@ def prodigy_bfloat16_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
                 grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
                     few_blocks, live, live_block, before + start + (few & -8) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -2817,18 +2742,19 @@ def prodigy_bfloat16_safeguard_warmup_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 7, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
+    d_times_d_ptr = pointer(row + 10, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 12, tl.float32, False)
+    rate_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 15, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_safeguard_warmup_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-        LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+        lr, weight_decay, d0, one_minus_beta1, LANES,
     )
 
 
@@ -2850,11 +2776,11 @@ def prodigy_bfloat16_safeguard_warmup_small_2_tile(
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g_cast, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2873,7 +2799,7 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
     p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -2890,32 +2816,32 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale,
                 beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
             d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_d_ptr, few, live, grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
@@ -2940,7 +2866,7 @@ def prodigy_float16_safeguard_warmup_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2952,7 +2878,7 @@ def prodigy_float16_safeguard_warmup_2_tile(
     g_cast = g_stored.to(tl.float32)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     d_over_d0_times_d_abs = tl.abs(s)
@@ -2971,8 +2897,8 @@ def prodigy_float16_safeguard_warmup_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2992,7 +2918,7 @@ def prodigy_float16_safeguard_warmup_2(
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 19, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
     stream_key = tl.load(row + 32).to(tl.int32)
@@ -3018,12 +2944,12 @@ def prodigy_float16_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -3041,37 +2967,37 @@ def prodigy_float16_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
                 grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
                     few_blocks, live, live_block, before + start + (few & -8) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -3090,7 +3016,7 @@ def prodigy_float16_safeguard_warmup_small_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -3101,11 +3027,11 @@ def prodigy_float16_safeguard_warmup_small_2_tile(
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g_cast, beta3 * s)
+    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s)
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -3124,7 +3050,7 @@ def prodigy_float16_safeguard_warmup_small_2(
     p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -3141,40 +3067,41 @@ def prodigy_float16_safeguard_warmup_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale,
                 beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
             d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_d_ptr, few, live, grad_scale, beta3, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
+            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
@@ -3184,6 +3111,7 @@ def prodigy_float32_use_bias_correction_1_values(
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_rate_ptr, d_div * rate)
@@ -3191,14 +3119,15 @@ def prodigy_float32_use_bias_correction_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr,
+    weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1,
     )
 
 
@@ -3209,30 +3138,32 @@ def prodigy_float32_use_bias_correction_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_times_lr_ptr = pointer(row + 12, tl.float32, False)
     rate_ptr = pointer(row + 13, tl.float32, False)
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
+    d_times_d_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, False)
+    rows = tl.load(row + 27)
+    columns = tl.load(row + 28)
     prodigy_float32_use_bias_correction_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr,
+        weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_2_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, MASKED: tl.constexpr,
+    p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3245,7 +3176,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -3253,7 +3184,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -3270,12 +3201,12 @@ def prodigy_float32_use_bias_correction_2_tile(
     # -- update  (specs/prodigy.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g * d, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_rate * g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     one_minus_beta1_times_d_abs = tl.abs(exp_avg)
@@ -3296,7 +3227,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -3306,12 +3237,12 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    d_times_d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -3330,8 +3261,8 @@ def prodigy_float32_use_bias_correction_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -3342,7 +3273,7 @@ def prodigy_float32_use_bias_correction_2(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -3353,16 +3284,16 @@ def prodigy_float32_use_bias_correction_2(
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
-    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_d_numerator_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = (tl.load(row + 33) + 63) // 64 * 64
-    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
+    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_for_d_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
+    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    stream_key = tl.load(row + 31).to(tl.int32)
+    pace = (tl.load(row + 34) + 63) // 64 * 64
+    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
     d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
@@ -3383,13 +3314,13 @@ def prodigy_float32_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
-                number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
+                live_block, number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -3410,44 +3341,45 @@ def prodigy_float32_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
-                    d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr,
+                    one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
-                False,
+                p0_ptr + start, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
+                at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
-                    beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr,
+                    one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
+                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                    True,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -3500,17 +3432,17 @@ def prodigy_float32_use_bias_correction_4(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_max_ptr = pointer(row + 10, tl.float32, False)
     d_numerator_ptr = pointer(row + 11, tl.float32, False)
-    d_2_times_eps_ptr = pointer(row + 22, tl.float32, False)
-    d_denom_ptr = pointer(row + 21, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
+    d_2_times_eps_ptr = pointer(row + 23, tl.float32, False)
+    d_denom_ptr = pointer(row + 22, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
+    rows = tl.load(row + 27)
+    columns = tl.load(row + 28)
     prodigy_float32_use_bias_correction_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
         end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
@@ -3519,14 +3451,16 @@ def prodigy_float32_use_bias_correction_4(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_small_1_values(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+    scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
     rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -3537,14 +3471,15 @@ def prodigy_float32_use_bias_correction_small_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_small_1_round(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+    columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_small_1_values(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
+        scalar_0, one_minus_beta1,
     )
 
 
@@ -3559,60 +3494,19 @@ def prodigy_float32_use_bias_correction_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
-    rate_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
+    d_times_d_ptr = pointer(row + 9, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
-    )
-
-
-@triton.jit
-def prodigy_float32_use_bias_correction_small_4_values(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3,
-):
-    """Values of the model."""
-    d_max = tl.load(d_max_ptr)
-    d_denom = tl.load(d_denom_ptr)
-    d = tl.load(d_ptr)
-    model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
-    d_numerator = tl.load(d_numerator_ptr)
-    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr * scalar_0
-    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
-    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
-    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
-    # 41  d = minimum(d_max, raised * growth_rate)
-    d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_max_ptr, d_max)
-    tl.store(d_numerator_ptr, d_numerator)
-    tl.store(d_2_ptr, d)
-    tl.store(d_2_times_eps_ptr, d * eps)
-
-
-@triton.jit
-def prodigy_float32_use_bias_correction_small_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    prodigy_float32_use_bias_correction_small_4_values(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+        columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
@@ -3629,24 +3523,22 @@ def prodigy_float32_use_bias_correction_small_4(
     d_ptr = pointer(row + 6, tl.float32, False)
     d_max_ptr = pointer(row + 7, tl.float32, False)
     d_numerator_ptr = pointer(row + 8, tl.float32, False)
-    d_2_ptr = pointer(row + 19, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 18, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_use_bias_correction_small_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+    prodigy_float32_use_bias_correction_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_small_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0_2,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
+    scalar_0_2, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3654,16 +3546,16 @@ def prodigy_float32_use_bias_correction_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p = get(p_ptr, at, live, MASKED)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g * d, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq)
     # 42  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -3688,10 +3580,10 @@ def prodigy_float32_use_bias_correction_small_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -3708,25 +3600,26 @@ def prodigy_float32_use_bias_correction_small_5(
         for odd in tl.static_range(2):
             prodigy_float32_use_bias_correction_small_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
+                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
+                scalar_0_2, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float32_use_bias_correction_small_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-            beta1, beta2, grad_scale, scalar_0_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float32_use_bias_correction_small_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                live, beta1, beta2, grad_scale, scalar_0_2, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0_2, True,
             )
 
 
@@ -3741,18 +3634,19 @@ def prodigy_bfloat16_use_bias_correction_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 14, tl.float32, False)
-    rate_ptr = pointer(row + 15, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, False)
+    d_times_d_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 15, tl.float32, False)
+    rate_ptr = pointer(row + 16, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 18, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 19, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_use_bias_correction_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+        columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
@@ -3769,25 +3663,23 @@ def prodigy_bfloat16_use_bias_correction_4(
     d_ptr = pointer(row + 10, tl.float32, False)
     d_max_ptr = pointer(row + 11, tl.float32, False)
     d_numerator_ptr = pointer(row + 12, tl.float32, False)
-    d_2_ptr = pointer(row + 23, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, False)
-    d_denom_ptr = pointer(row + 22, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
+    d_denom_ptr = pointer(row + 23, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
-    prodigy_float32_use_bias_correction_small_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+    prodigy_float32_use_bias_correction_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_bfloat16_use_bias_correction_5_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
-    at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+    d_2_times_eps_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0_2, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3801,7 +3693,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -3809,7 +3701,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -3823,14 +3715,13 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
-    d_sqrt = tl.sqrt(exp_avg_sq)
-    # 42  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    d_times_d_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_times_d_sqrt + d_2_times_eps), p)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
     word_mul = (word_xor ^ 1013904242) * 2146121005
@@ -3861,8 +3752,8 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    exp_avg_sq_pattern = d_times_d_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -3871,12 +3762,12 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    d_times_d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -3899,10 +3790,10 @@ def prodigy_bfloat16_use_bias_correction_5(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 15, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 16, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
@@ -3929,8 +3820,9 @@ def prodigy_bfloat16_use_bias_correction_5(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_bfloat16_use_bias_correction_5_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
-                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0_2,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3953,20 +3845,20 @@ def prodigy_bfloat16_use_bias_correction_5(
                 prodigy_bfloat16_use_bias_correction_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0_2, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_bfloat16_use_bias_correction_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                grad_scale, scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3976,9 +3868,10 @@ def prodigy_bfloat16_use_bias_correction_5(
                 prodigy_bfloat16_use_bias_correction_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
+                    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
+                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                    stream_key, True,
                 )
 
 
@@ -3993,18 +3886,19 @@ def prodigy_bfloat16_use_bias_correction_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 7, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
+    d_times_d_ptr = pointer(row + 10, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 12, tl.float32, False)
+    rate_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 15, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_use_bias_correction_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
+        columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
@@ -4021,24 +3915,22 @@ def prodigy_bfloat16_use_bias_correction_small_4(
     d_ptr = pointer(row + 7, tl.float32, False)
     d_max_ptr = pointer(row + 8, tl.float32, False)
     d_numerator_ptr = pointer(row + 9, tl.float32, False)
-    d_2_ptr = pointer(row + 20, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 20, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 19, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
-    prodigy_float32_use_bias_correction_small_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+    prodigy_float32_use_bias_correction_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_bfloat16_use_bias_correction_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2, grad_scale,
-    scalar_0_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
+    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2,
+    grad_scale, scalar_0_2, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4046,7 +3938,7 @@ def prodigy_bfloat16_use_bias_correction_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -4057,9 +3949,9 @@ def prodigy_bfloat16_use_bias_correction_small_5_tile(
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -4095,10 +3987,10 @@ def prodigy_bfloat16_use_bias_correction_small_5(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 27)
     stream_key = tl.load(row + 29).to(tl.int32)
@@ -4115,9 +4007,9 @@ def prodigy_bfloat16_use_bias_correction_small_5(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             prodigy_bfloat16_use_bias_correction_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1, beta2, grad_scale,
-                scalar_0_2, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1,
+                beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -4135,37 +4027,38 @@ def prodigy_bfloat16_use_bias_correction_small_5(
             for odd in tl.static_range(2):
                 prodigy_bfloat16_use_bias_correction_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
-                    stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                    scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_bfloat16_use_bias_correction_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 prodigy_bfloat16_use_bias_correction_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
-                    True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    scalar_0_2, step_key, stream_key, True,
                 )
 
 
 @triton.jit
 def prodigy_float16_use_bias_correction_5_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
-    at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+    d_2_times_eps_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0_2, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4179,7 +4072,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -4187,7 +4080,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -4195,7 +4088,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4208,14 +4101,13 @@ def prodigy_float16_use_bias_correction_5_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
-    d_sqrt = tl.sqrt(exp_avg_sq)
-    # 42  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    d_times_d_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_times_d_sqrt + d_2_times_eps), p)
     # -- encode and store
     rate_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = rate_bitcast >> 16 & 32768
@@ -4257,8 +4149,8 @@ def prodigy_float16_use_bias_correction_5_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    exp_avg_sq_pattern = d_times_d_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -4267,12 +4159,12 @@ def prodigy_float16_use_bias_correction_5_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    d_times_d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -4295,10 +4187,10 @@ def prodigy_float16_use_bias_correction_5(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 15, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 16, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
@@ -4325,8 +4217,9 @@ def prodigy_float16_use_bias_correction_5(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_float16_use_bias_correction_5_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
-                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0_2,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -4349,20 +4242,20 @@ def prodigy_float16_use_bias_correction_5(
                 prodigy_float16_use_bias_correction_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0_2, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_float16_use_bias_correction_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                grad_scale, scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4372,17 +4265,18 @@ def prodigy_float16_use_bias_correction_5(
                 prodigy_float16_use_bias_correction_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
+                    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
+                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                    stream_key, True,
                 )
 
 
 @triton.jit
 def prodigy_float16_use_bias_correction_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2, grad_scale,
-    scalar_0_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
+    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2,
+    grad_scale, scalar_0_2, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4390,13 +4284,13 @@ def prodigy_float16_use_bias_correction_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4408,9 +4302,9 @@ def prodigy_float16_use_bias_correction_small_5_tile(
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g_cast, beta1 * exp_avg)
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast * d, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -4457,10 +4351,10 @@ def prodigy_float16_use_bias_correction_small_5(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 27)
     stream_key = tl.load(row + 29).to(tl.int32)
@@ -4477,9 +4371,9 @@ def prodigy_float16_use_bias_correction_small_5(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             prodigy_float16_use_bias_correction_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1, beta2, grad_scale,
-                scalar_0_2, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1,
+                beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -4497,35 +4391,37 @@ def prodigy_float16_use_bias_correction_small_5(
             for odd in tl.static_range(2):
                 prodigy_float16_use_bias_correction_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
-                    stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                    scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_float16_use_bias_correction_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                d_2_times_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 prodigy_float16_use_bias_correction_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
-                    True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
+                    d_2_times_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    scalar_0_2, step_key, stream_key, True,
                 )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
@@ -4535,6 +4431,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_d_ptr, d_div * d)
@@ -4542,14 +4439,15 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr,
+    weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1,
     )
 
 
@@ -4560,30 +4458,32 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_times_lr_ptr = pointer(row + 12, tl.float32, False)
     rate_ptr = pointer(row + 13, tl.float32, False)
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 17, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
+    d_times_d_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, False)
+    rows = tl.load(row + 27)
+    columns = tl.load(row + 28)
     prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
+        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr,
+        weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, MASKED: tl.constexpr,
+    p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4596,7 +4496,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d = tl.load(d_ptr)
+    d_times_d = tl.load(d_times_d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -4604,7 +4504,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -4621,12 +4521,12 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     # -- update  (specs/prodigy.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg = tl.fma(grad_scale, one_minus_beta1_times_d * g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d * g * d, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale, d_over_d0_times_d * g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_d, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     one_minus_beta1_times_d_abs = tl.abs(exp_avg)
@@ -4647,7 +4547,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
@@ -4657,12 +4557,12 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    d_times_d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -4681,8 +4581,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -4693,7 +4593,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 37 * tl.load(item).to(tl.int64)
+    row = table + 38 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -4704,16 +4604,16 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
-    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_d_numerator_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 17, tl.float32, ALIGNED)    # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 28)
-    columns = tl.load(row + 29)
-    stream_key = tl.load(row + 30).to(tl.int32)
-    pace = (tl.load(row + 33) + 63) // 64 * 64
-    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
+    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_for_d_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
+    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    d_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 29)
+    columns = tl.load(row + 30)
+    stream_key = tl.load(row + 31).to(tl.int32)
+    pace = (tl.load(row + 34) + 63) // 64 * 64
+    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
     d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
@@ -4734,13 +4634,13 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
-                number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
+                live_block, number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -4761,58 +4661,61 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
-                    d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr,
+                    one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
-                False,
+                p0_ptr + start, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
+                at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
-                    beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr,
+                    one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
+                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                    True,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
+    scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
     rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
+    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -4823,14 +4726,15 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+    lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
+        scalar_0, one_minus_beta1,
     )
 
 
@@ -4845,18 +4749,19 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
-    rate_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, False)
+    d_times_d_ptr = pointer(row + 9, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+        lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
@@ -4871,18 +4776,19 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 14, tl.float32, False)
-    rate_ptr = pointer(row + 15, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, False)
+    d_times_d_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 15, tl.float32, False)
+    rate_ptr = pointer(row + 16, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 18, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 19, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+        lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
@@ -4897,18 +4803,19 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 7, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
+    d_times_d_ptr = pointer(row + 10, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 12, tl.float32, False)
+    rate_ptr = pointer(row + 13, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 15, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1, LANES,
+        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
+        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
+        lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
     )
 
 
@@ -4945,13 +4852,23 @@ TILE = {
 OPTIONS = {
     "prodigy_float32_5": {"maxnreg": 64},
     "prodigy_float32_small_2": {"maxnreg": 96},
+    "prodigy_float32_small_5": {"maxnreg": 64},
     "prodigy_bfloat16_2": {"maxnreg": 96},
+    "prodigy_bfloat16_5": {"maxnreg": 64},
     "prodigy_bfloat16_small_2": {"maxnreg": 96},
+    "prodigy_bfloat16_small_5": {"maxnreg": 64},
     "prodigy_float16_2": {"maxnreg": 128},
+    "prodigy_float16_5": {"maxnreg": 96},
     "prodigy_float16_small_2": {"maxnreg": 96},
+    "prodigy_float16_small_5": {"maxnreg": 96},
     "prodigy_float32_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 96},
     "prodigy_bfloat16_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_float16_safeguard_warmup_2": {"maxnreg": 128},
     "prodigy_float16_safeguard_warmup_small_2": {"maxnreg": 96},
+    "prodigy_float32_use_bias_correction_small_5": {"maxnreg": 64},
+    "prodigy_bfloat16_use_bias_correction_5": {"maxnreg": 64},
+    "prodigy_bfloat16_use_bias_correction_small_5": {"maxnreg": 64},
+    "prodigy_float16_use_bias_correction_5": {"maxnreg": 96},
+    "prodigy_float16_use_bias_correction_small_5": {"maxnreg": 96},
 }

@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, widened
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def rmsprop_float32_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -250,7 +250,7 @@ def rmsprop_bfloat16_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -495,7 +495,7 @@ def rmsprop_float16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -512,7 +512,7 @@ def rmsprop_float16_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -662,7 +662,7 @@ def rmsprop_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -793,7 +793,7 @@ def rmsprop_float32_has_momentum_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -849,7 +849,7 @@ def rmsprop_float32_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit
@@ -1040,7 +1040,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -1099,7 +1099,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -1321,7 +1321,7 @@ def rmsprop_float16_has_momentum_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1338,7 +1338,7 @@ def rmsprop_float16_has_momentum_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -1408,7 +1408,7 @@ def rmsprop_float16_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -1517,7 +1517,7 @@ def rmsprop_float16_has_momentum_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1662,7 +1662,7 @@ def rmsprop_float32_centered_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -1718,7 +1718,7 @@ def rmsprop_float32_centered_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit
@@ -1916,7 +1916,7 @@ def rmsprop_bfloat16_centered_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -1975,7 +1975,7 @@ def rmsprop_bfloat16_centered_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -2195,7 +2195,7 @@ def rmsprop_float16_centered_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2219,7 +2219,7 @@ def rmsprop_float16_centered_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -2289,7 +2289,7 @@ def rmsprop_float16_centered_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -2395,7 +2395,7 @@ def rmsprop_float16_centered_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2542,7 +2542,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -2609,7 +2609,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
@@ -2625,7 +2625,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
 @triton.jit
@@ -2838,7 +2838,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -2915,7 +2915,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
@@ -2924,7 +2924,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
 @triton.jit
@@ -3160,7 +3160,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -3184,7 +3184,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
-    square_avg_piece = square_avg_code.to(tl.int32)
+    square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
@@ -3272,7 +3272,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
     grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, (grad_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
     p_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
@@ -3281,7 +3281,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
 @triton.jit
@@ -3396,7 +3396,7 @@ def rmsprop_float16_centered_has_momentum_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, sign, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, sign, widened
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def rprop_float32_tile(
     step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
-    step_size_piece = step_size_code.to(tl.int32)
+    step_size_piece = apart(step_size_code)
     step_size_value = (step_size_middle[:, None] + step_size_piece * step_size_step[:, None]).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
@@ -294,7 +294,7 @@ def rprop_bfloat16_tile(
     step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
-    step_size_piece = step_size_code.to(tl.int32)
+    step_size_piece = apart(step_size_code)
     step_size_value = (step_size_middle[:, None] + step_size_piece * step_size_step[:, None]).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -589,12 +589,12 @@ def rprop_float16_tile(
     step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
-    step_size_piece = step_size_code.to(tl.int32)
+    step_size_piece = apart(step_size_code)
     step_size_value = (step_size_middle[:, None] + step_size_piece * step_size_step[:, None]).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -776,7 +776,7 @@ def rprop_float16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

@@ -35,7 +35,7 @@ def sgdp_float32_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def sgdp_float32_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -80,35 +80,97 @@ def sgdp_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
             momentum, one_minus_dampening_times_grad_scale, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
             momentum, one_minus_dampening_times_grad_scale, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -136,13 +198,13 @@ def sgdp_float32_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -420,7 +482,7 @@ def sgdp_float32_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -434,6 +496,21 @@ def sgdp_float32_7(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, minus_lr, False,
         )
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            minus_lr, False,
+        )
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            minus_lr, False,
+        )
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -442,6 +519,27 @@ def sgdp_float32_7(
         sgdp_float32_7_tile(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, minus_lr, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, minus_lr, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, minus_lr, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, minus_lr, True,
         )
 
 
@@ -488,7 +586,7 @@ def sgdp_bfloat16_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -519,7 +617,7 @@ def sgdp_bfloat16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -533,35 +631,97 @@ def sgdp_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
             momentum, one_minus_dampening_times_grad_scale, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
             momentum, one_minus_dampening_times_grad_scale, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -589,13 +749,13 @@ def sgdp_bfloat16_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -834,7 +994,7 @@ def sgdp_bfloat16_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -848,6 +1008,21 @@ def sgdp_bfloat16_7(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, minus_lr, False,
         )
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, at, at_row, minus_lr, False,
+        )
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, at, at_row, minus_lr, False,
+        )
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, at, at_row, minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -856,6 +1031,27 @@ def sgdp_bfloat16_7(
         sgdp_bfloat16_7_tile(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, minus_lr, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, live, live_row, minus_lr, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, live, live_row, minus_lr, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, live, live_row, minus_lr, True,
         )
 
 
@@ -902,7 +1098,7 @@ def sgdp_float16_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -933,7 +1129,7 @@ def sgdp_float16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -947,35 +1143,97 @@ def sgdp_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
             momentum, one_minus_dampening_times_grad_scale, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
             momentum, one_minus_dampening_times_grad_scale, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1003,13 +1261,13 @@ def sgdp_float16_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1059,7 +1317,7 @@ def sgdp_float16_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1073,6 +1331,21 @@ def sgdp_float16_7(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, minus_lr, False,
         )
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, at, at_row, minus_lr, False,
+        )
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, at, at_row, minus_lr, False,
+        )
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, at, at_row, minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1081,6 +1354,27 @@ def sgdp_float16_7(
         sgdp_float16_7_tile(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, minus_lr, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, live, live_row, minus_lr, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, live, live_row, minus_lr, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_row, live, live_row, minus_lr, True,
         )
 
 
@@ -1340,7 +1634,7 @@ def sgdp_float32_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g, tl.fma(scalar_1, g, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -1371,7 +1665,7 @@ def sgdp_float32_nesterov_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1385,35 +1679,97 @@ def sgdp_float32_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
             grad_scale, momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
             grad_scale, momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1441,13 +1797,13 @@ def sgdp_float32_nesterov_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1505,7 +1861,7 @@ def sgdp_float32_nesterov_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1522,6 +1878,24 @@ def sgdp_float32_nesterov_7(
             momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr,
             False,
         )
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1532,6 +1906,30 @@ def sgdp_float32_nesterov_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
             live_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
             minus_lr, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
         )
 
 
@@ -1581,7 +1979,7 @@ def sgdp_bfloat16_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -1612,7 +2010,7 @@ def sgdp_bfloat16_nesterov_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1626,35 +2024,97 @@ def sgdp_bfloat16_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
             grad_scale, momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
             grad_scale, momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1682,13 +2142,13 @@ def sgdp_bfloat16_nesterov_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1930,7 +2390,7 @@ def sgdp_bfloat16_nesterov_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1947,6 +2407,24 @@ def sgdp_bfloat16_nesterov_7(
             at_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
             minus_lr, False,
         )
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1957,6 +2435,30 @@ def sgdp_bfloat16_nesterov_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
             live_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
             minus_lr, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
         )
 
 
@@ -2006,7 +2508,7 @@ def sgdp_float16_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -2037,7 +2539,7 @@ def sgdp_float16_nesterov_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2051,35 +2553,97 @@ def sgdp_float16_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
             grad_scale, momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
             grad_scale, momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -2107,13 +2671,13 @@ def sgdp_float16_nesterov_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -2173,7 +2737,7 @@ def sgdp_float16_nesterov_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2190,6 +2754,24 @@ def sgdp_float16_nesterov_7(
             at_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
             minus_lr, False,
         )
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2200,6 +2782,30 @@ def sgdp_float16_nesterov_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live,
             live_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
             minus_lr, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
         )
 
 
@@ -2471,18 +3077,18 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "sgdp_float32_1": 4,
-    "sgdp_float32_7": 4,
-    "sgdp_bfloat16_1": 4,
-    "sgdp_bfloat16_7": 4,
-    "sgdp_float16_1": 4,
-    "sgdp_float16_7": 4,
-    "sgdp_float32_nesterov_1": 4,
-    "sgdp_float32_nesterov_7": 4,
-    "sgdp_bfloat16_nesterov_1": 4,
-    "sgdp_bfloat16_nesterov_7": 4,
-    "sgdp_float16_nesterov_1": 4,
-    "sgdp_float16_nesterov_7": 4,
+    "sgdp_float32_1": 1,
+    "sgdp_float32_7": 1,
+    "sgdp_bfloat16_1": 1,
+    "sgdp_bfloat16_7": 1,
+    "sgdp_float16_1": 1,
+    "sgdp_float16_7": 1,
+    "sgdp_float32_nesterov_1": 1,
+    "sgdp_float32_nesterov_7": 1,
+    "sgdp_bfloat16_nesterov_1": 1,
+    "sgdp_bfloat16_nesterov_7": 1,
+    "sgdp_float16_nesterov_1": 1,
+    "sgdp_float16_nesterov_7": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

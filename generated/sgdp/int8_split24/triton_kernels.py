@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, byte, counter, down, fold, get, joined, larger, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, byte, counter, down, fold, get, joined, larger, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within
 
 
 @triton.jit
@@ -33,6 +33,7 @@ def sgdp_float32_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p = get(p_ptr, at, live, MASKED)
@@ -57,8 +58,8 @@ def sgdp_float32_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def sgdp_float32_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -113,40 +114,111 @@ def sgdp_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at, at_block,
             before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale, step_key,
             stream_key, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, live, live_block,
             before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale, step_key,
             stream_key, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -186,14 +258,14 @@ def sgdp_float32_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live, live_block, number,
             momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -481,7 +553,7 @@ def sgdp_float32_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -499,6 +571,21 @@ def sgdp_float32_7(
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
         )
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            momentum_buffer_scale_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
+        )
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            momentum_buffer_scale_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
+        )
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            momentum_buffer_scale_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -508,6 +595,33 @@ def sgdp_float32_7(
         sgdp_float32_7_tile(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
+            True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            momentum_buffer_scale_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
+            True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            momentum_buffer_scale_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
+            True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        sgdp_float32_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            momentum_buffer_scale_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
             True,
         )
@@ -561,7 +675,7 @@ def sgdp_float32_small_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -592,7 +706,7 @@ def sgdp_float32_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -606,35 +720,97 @@ def sgdp_float32_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
             momentum, one_minus_dampening_times_grad_scale, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
             momentum, one_minus_dampening_times_grad_scale, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -662,13 +838,13 @@ def sgdp_float32_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_small_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -785,7 +961,7 @@ def sgdp_float32_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -799,6 +975,21 @@ def sgdp_float32_small_7(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, minus_lr, False,
         )
+        sgdp_float32_small_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            minus_lr, False,
+        )
+        sgdp_float32_small_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            minus_lr, False,
+        )
+        sgdp_float32_small_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -807,6 +998,27 @@ def sgdp_float32_small_7(
         sgdp_float32_small_7_tile(
             p_ptr + start * columns, momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, minus_lr, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_float32_small_7_tile(
+            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, minus_lr, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_float32_small_7_tile(
+            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, minus_lr, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_float32_small_7_tile(
+            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
+            live_row, minus_lr, True,
         )
 
 
@@ -845,6 +1057,7 @@ def sgdp_bfloat16_1_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -878,8 +1091,8 @@ def sgdp_bfloat16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -916,7 +1129,7 @@ def sgdp_bfloat16_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -936,40 +1149,111 @@ def sgdp_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at,
             at_block, before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale,
             step_key, stream_key, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, live,
             live_block, before + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -1010,14 +1294,14 @@ def sgdp_bfloat16_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live,
             live_block, number, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1217,6 +1501,7 @@ def sgdp_bfloat16_7_tile(
     # -- load and decode
     row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -1280,7 +1565,7 @@ def sgdp_bfloat16_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1302,6 +1587,27 @@ def sgdp_bfloat16_7(
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, False,
         )
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, minus_lr,
+            step_key, stream_key, False,
+        )
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, minus_lr,
+            step_key, stream_key, False,
+        )
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, minus_lr,
+            step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1313,6 +1619,36 @@ def sgdp_bfloat16_7(
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block,
             live_row, before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
+            minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
+            minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        sgdp_bfloat16_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
+            minus_lr, step_key, stream_key, True,
         )
 
 
@@ -1375,7 +1711,7 @@ def sgdp_bfloat16_small_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -1407,7 +1743,7 @@ def sgdp_bfloat16_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1422,35 +1758,97 @@ def sgdp_bfloat16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, at, at, momentum, one_minus_dampening_times_grad_scale, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, at, live, momentum, one_minus_dampening_times_grad_scale, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -1479,14 +1877,14 @@ def sgdp_bfloat16_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, momentum,
             one_minus_dampening_times_grad_scale, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1570,6 +1968,7 @@ def sgdp_bfloat16_small_7_tile(
     # -- load and decode
     row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -1624,7 +2023,7 @@ def sgdp_bfloat16_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1642,6 +2041,24 @@ def sgdp_bfloat16_small_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_row, at, at_row, before + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
         )
+        sgdp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 256 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 512 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 768 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1651,6 +2068,30 @@ def sgdp_bfloat16_small_7(
             p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_row, live, live_row, before + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 256 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 512 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_bfloat16_small_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 768 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
         )
 
 
@@ -1696,6 +2137,7 @@ def sgdp_float16_1_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
@@ -1706,7 +2148,7 @@ def sgdp_float16_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1736,8 +2178,8 @@ def sgdp_float16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -1774,7 +2216,7 @@ def sgdp_float16_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1794,40 +2236,111 @@ def sgdp_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at,
             at_block, before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale,
             step_key, stream_key, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, live,
             live_block, before + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -1868,14 +2381,14 @@ def sgdp_float16_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live,
             live_block, number, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -1888,9 +2401,10 @@ def sgdp_float16_7_tile(
     # -- load and decode
     row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1969,7 +2483,7 @@ def sgdp_float16_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1991,6 +2505,27 @@ def sgdp_float16_7(
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, False,
         )
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, minus_lr,
+            step_key, stream_key, False,
+        )
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, minus_lr,
+            step_key, stream_key, False,
+        )
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, minus_lr,
+            step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2002,6 +2537,36 @@ def sgdp_float16_7(
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block,
             live_row, before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
+            minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
+            minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        sgdp_float16_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
+            minus_lr, step_key, stream_key, True,
         )
 
 
@@ -2057,7 +2622,7 @@ def sgdp_float16_small_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2071,7 +2636,7 @@ def sgdp_float16_small_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * momentum_buffer, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
 @triton.jit
@@ -2103,7 +2668,7 @@ def sgdp_float16_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2118,35 +2683,97 @@ def sgdp_float16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, at, at, momentum, one_minus_dampening_times_grad_scale, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, momentum, one_minus_dampening_times_grad_scale,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, at, live, momentum, one_minus_dampening_times_grad_scale, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, momentum, one_minus_dampening_times_grad_scale,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -2175,14 +2802,14 @@ def sgdp_float16_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, momentum,
             one_minus_dampening_times_grad_scale, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -2195,9 +2822,10 @@ def sgdp_float16_small_7_tile(
     # -- load and decode
     row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2267,7 +2895,7 @@ def sgdp_float16_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2285,6 +2913,24 @@ def sgdp_float16_small_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_row, at, at_row, before + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
         )
+        sgdp_float16_small_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 256 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_float16_small_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 512 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_float16_small_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 768 + (start + at_row) * padded, minus_lr, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2294,6 +2940,30 @@ def sgdp_float16_small_7(
             p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_row, live, live_row, before + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_float16_small_7_tile(
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 256 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_float16_small_7_tile(
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 512 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_float16_small_7_tile(
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 768 + (start + at_row) * padded, minus_lr, step_key, stream_key, True,
         )
 
 
@@ -2371,7 +3041,7 @@ def sgdp_float32_no_projected_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -2574,7 +3244,7 @@ def sgdp_bfloat16_no_projected_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -2791,7 +3461,7 @@ def sgdp_float16_no_projected_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2837,7 +3507,7 @@ def sgdp_float16_no_projected_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -2938,7 +3608,7 @@ def sgdp_float16_no_projected_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -3074,7 +3744,7 @@ def sgdp_float32_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g, tl.fma(scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))))
     # -- encode and store
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -3107,7 +3777,7 @@ def sgdp_float32_nesterov_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3124,38 +3794,103 @@ def sgdp_float32_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at, at_block, grad_scale,
             momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, live, live_block, grad_scale,
             momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -3190,14 +3925,14 @@ def sgdp_float32_nesterov_1_flat(
         at = block // per_row * columns + lane
         live_block = block < blocks
         live = live_block & (lane < columns)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live, live_block, grad_scale,
             momentum_times_momentum, scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -3216,6 +3951,7 @@ def sgdp_float32_nesterov_7_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     g_2 = grad_scale * g
@@ -3248,7 +3984,7 @@ def sgdp_float32_nesterov_7_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -3283,7 +4019,7 @@ def sgdp_float32_nesterov_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3306,6 +4042,27 @@ def sgdp_float32_nesterov_7(
             before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
+            at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
+            at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
+            at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3317,6 +4074,36 @@ def sgdp_float32_nesterov_7(
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
+            live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
+            live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        sgdp_float32_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
+            live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
 
@@ -3377,7 +4164,7 @@ def sgdp_float32_nesterov_small_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g, tl.fma(scalar_1, g, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p * g, at, live, MASKED), term(p * p, at, live, MASKED), term(g * g, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -3408,7 +4195,7 @@ def sgdp_float32_nesterov_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -3422,35 +4209,97 @@ def sgdp_float32_nesterov_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, at,
             grad_scale, momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns, at, live,
             grad_scale, momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -3478,13 +4327,13 @@ def sgdp_float32_nesterov_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float32_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_small_1_tile(
             p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -3542,7 +4391,7 @@ def sgdp_float32_nesterov_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -3559,6 +4408,24 @@ def sgdp_float32_nesterov_small_7(
             momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr,
             False,
         )
+        sgdp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
+        sgdp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
+        sgdp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, at, at_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3569,6 +4436,30 @@ def sgdp_float32_nesterov_small_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live,
             live_row, momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1,
             minus_lr, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_float32_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_row, live, live_row, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_1, minus_lr, True,
         )
 
 
@@ -3627,7 +4518,7 @@ def sgdp_bfloat16_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -3661,7 +4552,7 @@ def sgdp_bfloat16_nesterov_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -3679,38 +4570,103 @@ def sgdp_bfloat16_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at,
             at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, live,
             live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -3746,14 +4702,14 @@ def sgdp_bfloat16_nesterov_1_flat(
         at = block // per_row * columns + lane
         live_block = block < blocks
         live = live_block & (lane < columns)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live,
             live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -3947,6 +4903,7 @@ def sgdp_bfloat16_nesterov_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -3992,7 +4949,7 @@ def sgdp_bfloat16_nesterov_7_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -4028,7 +4985,7 @@ def sgdp_bfloat16_nesterov_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -4052,6 +5009,27 @@ def sgdp_bfloat16_nesterov_7(
             at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4064,6 +5042,36 @@ def sgdp_bfloat16_nesterov_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum,
+            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum,
+            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        sgdp_bfloat16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum,
+            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
 
 
@@ -4129,7 +5137,7 @@ def sgdp_bfloat16_nesterov_small_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -4161,7 +5169,7 @@ def sgdp_bfloat16_nesterov_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -4176,35 +5184,97 @@ def sgdp_bfloat16_nesterov_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, at, at, grad_scale, momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -4233,14 +5303,14 @@ def sgdp_bfloat16_nesterov_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_bfloat16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum,
             scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -4323,6 +5393,7 @@ def sgdp_bfloat16_nesterov_small_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -4387,7 +5458,7 @@ def sgdp_bfloat16_nesterov_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -4408,6 +5479,27 @@ def sgdp_bfloat16_nesterov_small_7(
             before + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
             momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
         )
+        sgdp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 256 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 512 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 768 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4418,6 +5510,33 @@ def sgdp_bfloat16_nesterov_small_7(
             momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
             before + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 256 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 512 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_bfloat16_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 768 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
             momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
         )
 
@@ -4469,7 +5588,7 @@ def sgdp_float16_nesterov_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4491,7 +5610,7 @@ def sgdp_float16_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -4525,7 +5644,7 @@ def sgdp_float16_nesterov_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -4543,38 +5662,103 @@ def sgdp_float16_nesterov_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at,
             at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, live,
             live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term, [ROWS, 1024]), 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term, [ROWS, 1024]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(tl.reshape(row_sum_2_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(tl.reshape(row_sum_3_term_0, [ROWS, 256]), 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
 @triton.jit
@@ -4610,14 +5794,14 @@ def sgdp_float16_nesterov_1_flat(
         at = block // per_row * columns + lane
         live_block = block < blocks
         live = live_block & (lane < columns)
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live,
             live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -4631,9 +5815,10 @@ def sgdp_float16_nesterov_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4694,7 +5879,7 @@ def sgdp_float16_nesterov_7_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -4730,7 +5915,7 @@ def sgdp_float16_nesterov_7(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -4754,6 +5939,27 @@ def sgdp_float16_nesterov_7(
             at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4766,6 +5972,36 @@ def sgdp_float16_nesterov_7(
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum,
+            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum,
+            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        sgdp_float16_nesterov_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum,
+            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
 
 
@@ -4823,7 +6059,7 @@ def sgdp_float16_nesterov_small_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -4838,7 +6074,7 @@ def sgdp_float16_nesterov_small_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED), term(p * update, at, live, MASKED)
+    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
 @triton.jit
@@ -4870,7 +6106,7 @@ def sgdp_float16_nesterov_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -4885,35 +6121,97 @@ def sgdp_float16_nesterov_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, at, at, grad_scale, momentum_times_momentum, scalar_1, False,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, at, grad_scale, momentum_times_momentum, scalar_1,
+            False,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1))
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1))
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1))
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1))
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1))
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             momentum_buffer_ptr + start * columns, at, live, grad_scale, momentum_times_momentum, scalar_1, True,
         )
+        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
+        row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
+        row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
+        live_col = lane < width - 256
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, at, live, grad_scale, momentum_times_momentum, scalar_1,
+            True,
+        )
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_2_term_0 = tl.fma(row_sum_2_term, row_sum_2_term, row_sum_2_term_0)
+        row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
+        row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term, 1), mask=which < height)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_2_ptr + which, tl.sum(row_sum_2_term_0, 1), mask=which < height)
+        tl.store(row_sum_for_invariant_3_ptr + which, tl.sum(row_sum_3_term_0, 1), mask=which < height)
+        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
 @triton.jit
@@ -4942,14 +6240,14 @@ def sgdp_float16_nesterov_small_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, row_sum_2_term, row_sum_3_term, row_sum_4_term = sgdp_float16_nesterov_small_1_tile(
+        row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum,
             scalar_1, True,
         )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
-        put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
-        put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
+        put(row_sum_3_term_ptr, at, row_sum_3_term * row_sum_3_term, live, True)
+        put(row_sum_4_term_ptr, at, row_sum_4_term * row_sum_4_term_by, live, True)
 
 
 @triton.jit
@@ -4963,9 +6261,10 @@ def sgdp_float16_nesterov_small_7_tile(
     # -- load and decode
     row_sum_of_update_over_row_mul_3_2 = get(row_sum_of_update_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -5045,7 +6344,7 @@ def sgdp_float16_nesterov_small_7(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -5066,6 +6365,27 @@ def sgdp_float16_nesterov_small_7(
             before + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
             momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
         )
+        sgdp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 256 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 512 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
+        )
+        sgdp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, at, at_row,
+            before + 768 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, False,
+        )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -5076,6 +6396,33 @@ def sgdp_float16_nesterov_small_7(
             momentum_buffer_ptr + start * columns, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
             before + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 256
+        live = live_row & live_col
+        sgdp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            momentum_buffer_ptr + start * columns + 256, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 256 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 512
+        live = live_row & live_col
+        sgdp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            momentum_buffer_ptr + start * columns + 512, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 512 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+            momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
+        )
+        live_col = lane < width - 768
+        live = live_row & live_col
+        sgdp_float16_nesterov_small_7_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            momentum_buffer_ptr + start * columns + 768, one_minus_lr_times_weight_decay_2_ptr,
+            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_row, live, live_row,
+            before + 768 + (start + at_row) * padded, momentum, grad_scale, one_minus_dampening_times_grad_scale,
             momentum_times_momentum, scalar_1, minus_lr, step_key, stream_key, True,
         )
 
@@ -5158,7 +6505,7 @@ def sgdp_float32_nesterov_no_projected_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -5365,7 +6712,7 @@ def sgdp_bfloat16_nesterov_no_projected_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -5578,7 +6925,7 @@ def sgdp_float16_nesterov_no_projected_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -5633,7 +6980,7 @@ def sgdp_float16_nesterov_no_projected_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit
@@ -5738,7 +7085,7 @@ def sgdp_float16_nesterov_no_projected_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -5887,30 +7234,30 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "sgdp_float32_1": 4,
-    "sgdp_float32_7": 4,
-    "sgdp_float32_small_1": 4,
-    "sgdp_float32_small_7": 4,
-    "sgdp_bfloat16_1": 4,
-    "sgdp_bfloat16_7": 4,
-    "sgdp_bfloat16_small_1": 4,
-    "sgdp_bfloat16_small_7": 4,
-    "sgdp_float16_1": 4,
-    "sgdp_float16_7": 4,
-    "sgdp_float16_small_1": 4,
-    "sgdp_float16_small_7": 4,
-    "sgdp_float32_nesterov_1": 4,
-    "sgdp_float32_nesterov_7": 4,
-    "sgdp_float32_nesterov_small_1": 4,
-    "sgdp_float32_nesterov_small_7": 4,
-    "sgdp_bfloat16_nesterov_1": 4,
-    "sgdp_bfloat16_nesterov_7": 4,
-    "sgdp_bfloat16_nesterov_small_1": 4,
-    "sgdp_bfloat16_nesterov_small_7": 4,
-    "sgdp_float16_nesterov_1": 4,
-    "sgdp_float16_nesterov_7": 4,
-    "sgdp_float16_nesterov_small_1": 4,
-    "sgdp_float16_nesterov_small_7": 4,
+    "sgdp_float32_1": 1,
+    "sgdp_float32_7": 1,
+    "sgdp_float32_small_1": 1,
+    "sgdp_float32_small_7": 1,
+    "sgdp_bfloat16_1": 1,
+    "sgdp_bfloat16_7": 1,
+    "sgdp_bfloat16_small_1": 1,
+    "sgdp_bfloat16_small_7": 1,
+    "sgdp_float16_1": 1,
+    "sgdp_float16_7": 1,
+    "sgdp_float16_small_1": 1,
+    "sgdp_float16_small_7": 1,
+    "sgdp_float32_nesterov_1": 1,
+    "sgdp_float32_nesterov_7": 1,
+    "sgdp_float32_nesterov_small_1": 1,
+    "sgdp_float32_nesterov_small_7": 1,
+    "sgdp_bfloat16_nesterov_1": 1,
+    "sgdp_bfloat16_nesterov_7": 1,
+    "sgdp_bfloat16_nesterov_small_1": 1,
+    "sgdp_bfloat16_nesterov_small_7": 1,
+    "sgdp_float16_nesterov_1": 1,
+    "sgdp_float16_nesterov_7": 1,
+    "sgdp_float16_nesterov_small_1": 1,
+    "sgdp_float16_nesterov_small_7": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

@@ -71,7 +71,7 @@ def sm3_float32_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -80,7 +80,10 @@ def sm3_float32_1(
     accumulator_col_ptr += matrix * columns + left
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -89,9 +92,32 @@ def sm3_float32_1(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -102,11 +128,43 @@ def sm3_float32_1(
             at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -252,7 +310,7 @@ def sm3_bfloat16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -261,7 +319,10 @@ def sm3_bfloat16_1(
     accumulator_col_ptr += matrix * columns + left
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -270,9 +331,32 @@ def sm3_bfloat16_1(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -283,11 +367,43 @@ def sm3_bfloat16_1(
             at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -374,7 +490,7 @@ def sm3_float16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -383,7 +499,10 @@ def sm3_float16_1(
     accumulator_col_ptr += matrix * columns + left
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -392,9 +511,32 @@ def sm3_float16_1(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -405,11 +547,43 @@ def sm3_float16_1(
             at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -705,7 +879,7 @@ def sm3_float32_has_momentum_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -715,7 +889,10 @@ def sm3_float32_has_momentum_1(
     momentum_buffer_ptr += top * columns + left
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -726,9 +903,35 @@ def sm3_float32_has_momentum_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -740,11 +943,46 @@ def sm3_float32_has_momentum_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -866,7 +1104,7 @@ def sm3_bfloat16_has_momentum_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -876,7 +1114,10 @@ def sm3_bfloat16_has_momentum_1(
     momentum_buffer_ptr += top * columns + left
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -887,9 +1128,35 @@ def sm3_bfloat16_has_momentum_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -901,11 +1168,46 @@ def sm3_bfloat16_has_momentum_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -1004,7 +1306,7 @@ def sm3_float16_has_momentum_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1014,7 +1316,10 @@ def sm3_float16_has_momentum_1(
     momentum_buffer_ptr += top * columns + left
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1025,9 +1330,35 @@ def sm3_float16_has_momentum_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1039,11 +1370,46 @@ def sm3_float16_has_momentum_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -1347,12 +1713,12 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "sm3_float32_1": 4,
-    "sm3_bfloat16_1": 4,
-    "sm3_float16_1": 4,
-    "sm3_float32_has_momentum_1": 4,
-    "sm3_bfloat16_has_momentum_1": 4,
-    "sm3_float16_has_momentum_1": 4,
+    "sm3_float32_1": 1,
+    "sm3_bfloat16_1": 1,
+    "sm3_float16_1": 1,
+    "sm3_float32_has_momentum_1": 1,
+    "sm3_bfloat16_has_momentum_1": 1,
+    "sm3_float16_has_momentum_1": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, larger, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, larger, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def sm3_float32_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -80,7 +80,10 @@ def sm3_float32_1(
     accumulator_col_ptr += matrix * columns + left
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -89,9 +92,32 @@ def sm3_float32_1(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -102,11 +128,43 @@ def sm3_float32_1(
             at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_float32_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -208,6 +266,7 @@ def sm3_bfloat16_1_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -268,7 +327,7 @@ def sm3_bfloat16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -280,7 +339,10 @@ def sm3_bfloat16_1(
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     padded = tl.where(columns == tl.load(row + 13), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -291,9 +353,35 @@ def sm3_bfloat16_1(
             before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             step_key, stream_key, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane,
+            before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane,
+            before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane,
+            before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -305,11 +393,46 @@ def sm3_bfloat16_1(
             before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             step_key, stream_key, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col,
+            before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col,
+            before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_bfloat16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col,
+            before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -381,12 +504,13 @@ def sm3_float16_1_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -459,7 +583,7 @@ def sm3_float16_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -471,7 +595,10 @@ def sm3_float16_1(
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     padded = tl.where(columns == tl.load(row + 13), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -482,9 +609,35 @@ def sm3_float16_1(
             before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             step_key, stream_key, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane,
+            before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane,
+            before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane,
+            before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -496,11 +649,46 @@ def sm3_float16_1(
             before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             step_key, stream_key, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col,
+            before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col,
+            before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_float16_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col,
+            before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+            step_key, stream_key, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -557,7 +745,7 @@ def sm3_float32_no_factored_tile(
     accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = get(accumulator_ptr, at, live, MASKED)
-    accumulator_piece = accumulator_code.to(tl.int32)
+    accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     accumulator = accumulator_value * accumulator_value
@@ -760,7 +948,7 @@ def sm3_bfloat16_no_factored_tile(
     accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = get(accumulator_ptr, at, live, MASKED)
-    accumulator_piece = accumulator_code.to(tl.int32)
+    accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     accumulator = accumulator_value * accumulator_value
@@ -1012,14 +1200,14 @@ def sm3_float16_no_factored_tile(
     accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = get(accumulator_ptr, at, live, MASKED)
-    accumulator_piece = accumulator_code.to(tl.int32)
+    accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     accumulator = accumulator_value * accumulator_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1174,7 +1362,7 @@ def sm3_float16_no_factored_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1301,6 +1489,7 @@ def sm3_float32_has_momentum_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p = get(p_ptr, at, live, MASKED)
@@ -1329,7 +1518,7 @@ def sm3_float32_has_momentum_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True)
 
 
@@ -1367,7 +1556,7 @@ def sm3_float32_has_momentum_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1382,7 +1571,10 @@ def sm3_float32_has_momentum_1(
     at_block = at_row * blocks.to(tl.int32) + block
     padded = tl.where(columns == tl.load(row + 14), pace, blocks * 64).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1393,9 +1585,38 @@ def sm3_float32_has_momentum_1(
             lane, at, at_block, at_row, lane, before + (start + at_row) * padded | lane & 7, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
+            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
+            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
+            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term, [ROWS, 1024]), True))
-        total_terms = down(total_terms, tl.reshape(total_term, [ROWS, 1024]), True)
+        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1408,11 +1629,52 @@ def sm3_float32_has_momentum_1(
             lane, live, live_block, live_row, live_col, before + (start + at_row) * padded | lane & 7, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
+            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 256 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
+            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 512 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        total_term = sm3_float32_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
+            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 768 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term, [ROWS, 1024]), True), mask=which < height)
-        total_terms = down(total_terms, tl.reshape(total_term, [ROWS, 1024]), True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -1541,7 +1803,7 @@ def sm3_float32_has_momentum_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1551,7 +1813,10 @@ def sm3_float32_has_momentum_small_1(
     momentum_buffer_ptr += top * columns + left
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1562,9 +1827,35 @@ def sm3_float32_has_momentum_small_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float32_has_momentum_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
+            lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1576,11 +1867,46 @@ def sm3_float32_has_momentum_small_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_float32_has_momentum_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
+            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_float32_has_momentum_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
+            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_float32_has_momentum_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
+            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
+            live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
+            lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -1655,6 +1981,7 @@ def sm3_bfloat16_has_momentum_1_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
@@ -1697,7 +2024,7 @@ def sm3_bfloat16_has_momentum_1_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True)
 
 
@@ -1736,7 +2063,7 @@ def sm3_bfloat16_has_momentum_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -1752,7 +2079,10 @@ def sm3_bfloat16_has_momentum_1(
     at_block = at_row * blocks.to(tl.int32) + block
     padded = tl.where(columns == tl.load(row + 15), pace, blocks * 64).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1764,9 +2094,38 @@ def sm3_bfloat16_has_momentum_1(
             before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
+            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
+            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
+            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term, [ROWS, 1024]), True))
-        total_terms = down(total_terms, tl.reshape(total_term, [ROWS, 1024]), True)
+        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1780,11 +2139,52 @@ def sm3_bfloat16_has_momentum_1(
             live_col, before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
+            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 256 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
+            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 512 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        total_term = sm3_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
+            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 768 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term, [ROWS, 1024]), True), mask=which < height)
-        total_terms = down(total_terms, tl.reshape(total_term, [ROWS, 1024]), True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -1872,6 +2272,7 @@ def sm3_bfloat16_has_momentum_small_1_tile(
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
@@ -1939,7 +2340,7 @@ def sm3_bfloat16_has_momentum_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -1952,7 +2353,10 @@ def sm3_bfloat16_has_momentum_small_1(
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     padded = tl.where(columns == tl.load(row + 14), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1964,9 +2368,38 @@ def sm3_bfloat16_has_momentum_small_1(
             one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
             step_key, stream_key, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
+            at_row, lane, at, at_row, lane, before + 256 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
+            at_row, lane, at, at_row, lane, before + 512 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
+            at_row, lane, at, at_row, lane, before + 768 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1979,11 +2412,49 @@ def sm3_bfloat16_has_momentum_small_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
+            at_row, lane, live, live_row, live_col, before + 256 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
+            at_row, lane, live, live_row, live_col, before + 512 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
+            at_row, lane, live, live_row, live_col, before + 768 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -2065,6 +2536,7 @@ def sm3_float16_has_momentum_1_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
+    index = within(index, g_stored)
     accumulator_row = get(accumulator_row_ptr, at_row, live_row, MASKED)
     accumulator_col = get(accumulator_col_ptr, at_col, live_col, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
@@ -2077,7 +2549,7 @@ def sm3_float16_has_momentum_1_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2125,7 +2597,7 @@ def sm3_float16_has_momentum_1_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True)
 
 
@@ -2164,7 +2636,7 @@ def sm3_float16_has_momentum_1(
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
-    block = tl.arange(0, 16)[None, :, None]
+    block = tl.arange(0, 4)[None, :, None]
     lane = block * 64 + tl.arange(0, 64)[None, None, :]
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
@@ -2180,7 +2652,10 @@ def sm3_float16_has_momentum_1(
     at_block = at_row * blocks.to(tl.int32) + block
     padded = tl.where(columns == tl.load(row + 15), pace, blocks * 64).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + (lane & -8)
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -2192,9 +2667,38 @@ def sm3_float16_has_momentum_1(
             before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
+            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
+            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
+            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, at, at_block, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term, [ROWS, 1024]), True))
-        total_terms = down(total_terms, tl.reshape(total_term, [ROWS, 1024]), True)
+        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2208,11 +2712,52 @@ def sm3_float16_has_momentum_1(
             live_col, before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 256)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
+            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 256 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 512)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
+            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 512 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        live_block = live_row & (block * 64 < width - 768)
+        total_term = sm3_float16_has_momentum_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
+            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, live, live_block, live_row,
+            live_col, before + 768 + (start + at_row) * padded | lane & 7, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term, [ROWS, 1024]), True), mask=which < height)
-        total_terms = down(total_terms, tl.reshape(total_term, [ROWS, 1024]), True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(tl.reshape(total_term_0, [ROWS, 256]), True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -2275,9 +2820,10 @@ def sm3_float16_has_momentum_small_1_tile(
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
+    index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -2360,7 +2906,7 @@ def sm3_float16_has_momentum_small_1(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
@@ -2373,7 +2919,10 @@ def sm3_float16_has_momentum_small_1(
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     padded = tl.where(columns == tl.load(row + 14), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
-    total_terms = tl.full([1024], float("-inf"), tl.float32)
+    total_terms_0 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_1 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_2 = tl.full([256], float("-inf"), tl.float32)
+    total_terms_3 = tl.full([256], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -2385,9 +2934,38 @@ def sm3_float16_has_momentum_small_1(
             one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
             step_key, stream_key, False,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
+            at_row, lane, at, at_row, lane, before + 256 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
+            at_row, lane, at, at_row, lane, before + 512 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        total_term = sm3_float16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
+            at_row, lane, at, at_row, lane, before + 768 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True))
-        total_terms = down(total_terms, total_term, True)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2400,11 +2978,49 @@ def sm3_float16_has_momentum_small_1(
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
             lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
         )
+        total_term_0 = total_term
+        total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 256
+        live = live_row & live_col
+        total_term = sm3_float16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
+            at_row, lane, live, live_row, live_col, before + 256 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+        )
+        total_term_1 = total_term
+        total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 512
+        live = live_row & live_col
+        total_term = sm3_float16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
+            at_row, lane, live, live_row, live_col, before + 512 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+        )
+        total_term_0 = larger(total_term_0, total_term)
+        total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
+        live_col = lane < width - 768
+        live = live_row & live_col
+        total_term = sm3_float16_has_momentum_small_1_tile(
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
+            at_row, lane, live, live_row, live_col, before + 768 + (start + at_row) * padded, momentum, eps,
+            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+            lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+        )
+        total_term_1 = larger(total_term_1, total_term)
+        total_term_0 = larger(total_term_0, total_term_1)
+        total_terms_3 = down(total_terms_3, tl.reshape(total_term, [ROWS, 256]), True)
         which = start + tl.arange(0, ROWS)
-        tl.store(accumulator_row_2_ptr + which, fold(total_term, True), mask=which < height)
-        total_terms = down(total_terms, total_term, True)
-    lane = tl.arange(0, 1024)
-    tl.store(accumulator_col_2_ptr + lane, total_terms, mask=lane < width)
+        tl.store(accumulator_row_2_ptr + which, fold(total_term_0, True), mask=which < height)
+    lane = tl.arange(0, 256)
+    tl.store(accumulator_col_2_ptr + lane, total_terms_0, mask=lane < width)
+    tl.store(accumulator_col_2_ptr + 256 + lane, total_terms_1, mask=lane < width - 256)
+    tl.store(accumulator_col_2_ptr + 512 + lane, total_terms_2, mask=lane < width - 512)
+    tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
 @triton.jit
@@ -2467,7 +3083,7 @@ def sm3_float32_has_momentum_no_factored_tile(
     accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = get(accumulator_ptr, at, live, MASKED)
-    accumulator_piece = accumulator_code.to(tl.int32)
+    accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     accumulator = accumulator_value * accumulator_value
@@ -2521,7 +3137,7 @@ def sm3_float32_has_momentum_no_factored_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit
@@ -2711,7 +3327,7 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
     accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = get(accumulator_ptr, at, live, MASKED)
-    accumulator_piece = accumulator_code.to(tl.int32)
+    accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     accumulator = accumulator_value * accumulator_value
@@ -2773,7 +3389,7 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -3006,7 +3622,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = get(accumulator_ptr, at, live, MASKED)
-    accumulator_piece = accumulator_code.to(tl.int32)
+    accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     accumulator = accumulator_value * accumulator_value
@@ -3020,7 +3636,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -3086,7 +3702,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
     g_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit
@@ -3195,7 +3811,7 @@ def sm3_float16_has_momentum_no_factored_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -3354,15 +3970,15 @@ OPTIONS = {
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
 WARPS = {
-    "sm3_float32_1": 4,
-    "sm3_bfloat16_1": 4,
-    "sm3_float16_1": 4,
-    "sm3_float32_has_momentum_1": 4,
-    "sm3_float32_has_momentum_small_1": 4,
-    "sm3_bfloat16_has_momentum_1": 4,
-    "sm3_bfloat16_has_momentum_small_1": 4,
-    "sm3_float16_has_momentum_1": 4,
-    "sm3_float16_has_momentum_small_1": 4,
+    "sm3_float32_1": 1,
+    "sm3_bfloat16_1": 1,
+    "sm3_float16_1": 1,
+    "sm3_float32_has_momentum_1": 1,
+    "sm3_float32_has_momentum_small_1": 1,
+    "sm3_bfloat16_has_momentum_1": 1,
+    "sm3_bfloat16_has_momentum_small_1": 1,
+    "sm3_float16_has_momentum_1": 1,
+    "sm3_float16_has_momentum_small_1": 1,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

@@ -42,13 +42,13 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_0 = (1 - divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)) * grad_scale * grad_scale
     # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
     beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
-    grad_scale_times_grad_scale = grad_scale * grad_scale
     eps_times_eps = eps * eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
     # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
     beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
     scalar_1 = (1 - beta1_hat) * grad_scale
     return (
-        scalar_0, beta2_hat, grad_scale_times_grad_scale, eps_times_eps, lr, weight_decay, eps, beta1_hat,
+        scalar_0, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale, eps, beta1_hat,
         scalar_1,
     )
 
@@ -68,7 +68,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'beta2_hat', 'scalar_1', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1_2'),
         host=host_scalars,
-        kernel_scalars=('scalar_0', 'beta2_hat', 'grad_scale_times_grad_scale', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1'),
+        kernel_scalars=('scalar_0', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps', 'beta1_hat', 'scalar_1'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -80,8 +80,8 @@ VARIANTS = (
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
         stages=(
-            Stage("stable_adamw_float32_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
+            Stage("stable_adamw_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
+            Stage("stable_adamw_float32_2", "tensor", 1, (3, 4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
             Stage("stable_adamw_float32_3", "elem", 2, (6, 7, 8, 0, 1), temps=(), matrices=False, block=1),
         ),
     ),
@@ -99,7 +99,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'beta2_hat', 'scalar_1', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1_2'),
         host=host_scalars,
-        kernel_scalars=('scalar_0', 'beta2_hat', 'grad_scale_times_grad_scale', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1'),
+        kernel_scalars=('scalar_0', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps', 'beta1_hat', 'scalar_1'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -111,8 +111,8 @@ VARIANTS = (
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
         stages=(
-            Stage("stable_adamw_bfloat16_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
+            Stage("stable_adamw_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
+            Stage("stable_adamw_float32_2", "tensor", 1, (3, 4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
             Stage("stable_adamw_bfloat16_3", "elem", 2, (6, 7, 8, 0, 1), temps=(), matrices=False, block=1),
         ),
     ),
@@ -130,7 +130,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'beta2_hat', 'scalar_1', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1_2'),
         host=host_scalars,
-        kernel_scalars=('scalar_0', 'beta2_hat', 'grad_scale_times_grad_scale', 'eps_times_eps', 'lr', 'weight_decay', 'eps', 'beta1_hat', 'scalar_1'),
+        kernel_scalars=('scalar_0', 'beta2_hat', 'eps_times_eps', 'lr', 'weight_decay', 'grad_scale_times_grad_scale', 'eps', 'beta1_hat', 'scalar_1'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -142,8 +142,8 @@ VARIANTS = (
             Temp("one_minus_rate_times_weight_decay", "tensor"),
         ),
         stages=(
-            Stage("stable_adamw_float16_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float32_2", "tensor", 1, (4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
+            Stage("stable_adamw_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
+            Stage("stable_adamw_float32_2", "tensor", 1, (3, 4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
             Stage("stable_adamw_float16_3", "elem", 2, (6, 7, 8, 0, 1), temps=(), matrices=False, block=1),
         ),
     ),

@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   28 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -40,8 +40,7 @@ struct stable_adamw_float32_1 {
         float *__restrict tensor_sum_for_surprise_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F beta2_hat(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps_times_eps(known.scalars[3]);
+        const F eps_times_eps(known.scalars[2]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -49,7 +48,7 @@ struct stable_adamw_float32_1 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq);
-            store(tensor_sum_for_surprise_at + i, grad_scale_times_grad_scale * g * g / max(exp_avg_sq_2, eps_times_eps));
+            store(tensor_sum_for_surprise_at + i, g * g / max(exp_avg_sq_2, eps_times_eps));
         }
     }
 };
@@ -75,15 +74,16 @@ struct stable_adamw_float32_2 {
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_surprise_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F lr(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
+        const F lr(known.scalars[3]);
+        const F weight_decay(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[5]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_surprise = load(tensor_sum_for_surprise_at + i);
             // 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-            const F surprise = sqrt(tensor_sum_for_surprise / F(extent[2]));
-            const F rate = lr / max(F(1.0f), surprise);                       // 25  rate = lr / maximum(1.0, surprise)
+            const F surprise = sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / F(extent[2]));
+            const F rate = lr / max(F(1.0f), surprise);  // 25  rate = lr / maximum(1.0, surprise)
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
         }
@@ -165,8 +165,7 @@ struct stable_adamw_bfloat16_1 {
         float *__restrict tensor_sum_for_surprise_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F beta2_hat(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps_times_eps(known.scalars[3]);
+        const F eps_times_eps(known.scalars[2]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -175,7 +174,7 @@ struct stable_adamw_bfloat16_1 {
             const F g_cast = g_stored;
             // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq);
-            store(tensor_sum_for_surprise_at + i, grad_scale_times_grad_scale * g_cast * g_cast / max(exp_avg_sq_2, eps_times_eps));
+            store(tensor_sum_for_surprise_at + i, g_cast * g_cast / max(exp_avg_sq_2, eps_times_eps));
         }
     }
 };

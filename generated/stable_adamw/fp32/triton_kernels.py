@@ -13,7 +13,7 @@
 #     exp_avg_sq  4 B  f32
 #                 exact; every f32
 #   traffic   28 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -24,8 +24,7 @@ from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reci
 
 @triton.jit
 def stable_adamw_float32_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    MASKED: tl.constexpr,
+    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -35,14 +34,14 @@ def stable_adamw_float32_1_tile(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_float32_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -63,40 +62,38 @@ def stable_adamw_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = stable_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                grad_scale_times_grad_scale, eps_times_eps, False,
+                eps_times_eps, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = stable_adamw_float32_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-            eps_times_eps, False,
+        tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
+            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = stable_adamw_float32_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-                eps_times_eps, True,
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
+                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def stable_adamw_float32_2_values(
     rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
-    weight_decay,
+    weight_decay, grad_scale_times_grad_scale,
 ):
     """Values of the tensor."""
     tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
     # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-    surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
+    surprise = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / extent_elements)
     # 25  rate = lr / maximum(1.0, surprise)
     rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rate_ptr, rate)
@@ -106,17 +103,20 @@ def stable_adamw_float32_2_values(
 @triton.jit
 def stable_adamw_float32_2_round(
     rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+    end, rows, columns, lr, weight_decay, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
     """All values of the tensor."""
     stable_adamw_float32_2_values(
         rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
-        weight_decay,
+        weight_decay, grad_scale_times_grad_scale,
     )
 
 
 @triton.jit
-def stable_adamw_float32_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
+def stable_adamw_float32_2(
+    table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
+):
     """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
@@ -130,7 +130,7 @@ def stable_adamw_float32_2(table, work, lr: tl.float32, weight_decay: tl.float32
     extent_elements = tl.load(row + 19).to(tl.float32)
     stable_adamw_float32_2_round(
         rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-        end, rows, columns, lr, weight_decay, LANES,
+        end, rows, columns, lr, weight_decay, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -216,8 +216,7 @@ def stable_adamw_float32_3(
 
 @triton.jit
 def stable_adamw_bfloat16_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    MASKED: tl.constexpr,
+    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -228,14 +227,14 @@ def stable_adamw_bfloat16_1_tile(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g_cast * g_cast * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_bfloat16_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -256,28 +255,26 @@ def stable_adamw_bfloat16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = stable_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                grad_scale_times_grad_scale, eps_times_eps, False,
+                eps_times_eps, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = stable_adamw_bfloat16_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-            eps_times_eps, False,
+        tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
+            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = stable_adamw_bfloat16_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-                eps_times_eps, True,
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
+                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -367,8 +364,7 @@ def stable_adamw_bfloat16_3(
 
 @triton.jit
 def stable_adamw_float16_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    MASKED: tl.constexpr,
+    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -379,14 +375,14 @@ def stable_adamw_float16_1_tile(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g_cast * g_cast * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_float16_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -407,28 +403,26 @@ def stable_adamw_float16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = stable_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                grad_scale_times_grad_scale, eps_times_eps, False,
+                eps_times_eps, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = stable_adamw_float16_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-            eps_times_eps, False,
+        tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
+            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = stable_adamw_float16_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-                eps_times_eps, True,
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
+                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 

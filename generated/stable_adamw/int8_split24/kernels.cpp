@@ -13,7 +13,7 @@
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 //                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   14.1875 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -56,8 +56,7 @@ struct stable_adamw_float32_1 {
         const F scalar_1(known.scalars[1]);
         const F scalar_2(known.scalars[2]);
         const F beta2_hat(known.scalars[3]);
-        const F grad_scale_times_grad_scale(known.scalars[4]);
-        const F eps_times_eps(known.scalars[5]);
+        const F eps_times_eps(known.scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -125,7 +124,7 @@ struct stable_adamw_float32_1 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -142,7 +141,7 @@ struct stable_adamw_float32_1 {
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
-                store(tensor_sum_for_surprise_at + i, grad_scale_times_grad_scale * g * g / max(exp_avg_sq_2, eps_times_eps));
+                store(tensor_sum_for_surprise_at + i, g * g / max(exp_avg_sq_2, eps_times_eps));
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -253,15 +252,16 @@ struct stable_adamw_float32_2 {
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_surprise_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F lr(known.scalars[6]);
-        const F weight_decay(known.scalars[7]);
+        const F lr(known.scalars[5]);
+        const F weight_decay(known.scalars[6]);
+        const F grad_scale_times_grad_scale(known.scalars[7]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_surprise = load(tensor_sum_for_surprise_at + i);
             // 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-            const F surprise = sqrt(tensor_sum_for_surprise / F(extent[2]));
-            const F rate = lr / max(F(1.0f), surprise);                       // 25  rate = lr / maximum(1.0, surprise)
+            const F surprise = sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / F(extent[2]));
+            const F rate = lr / max(F(1.0f), surprise);  // 25  rate = lr / maximum(1.0, surprise)
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
         }
@@ -332,7 +332,7 @@ struct stable_adamw_float32_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -367,8 +367,7 @@ struct stable_adamw_float32_small_1 {
         float *__restrict tensor_sum_for_surprise_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F beta2_hat(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps_times_eps(known.scalars[3]);
+        const F eps_times_eps(known.scalars[2]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -376,7 +375,7 @@ struct stable_adamw_float32_small_1 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq);
-            store(tensor_sum_for_surprise_at + i, grad_scale_times_grad_scale * g * g / max(exp_avg_sq_2, eps_times_eps));
+            store(tensor_sum_for_surprise_at + i, g * g / max(exp_avg_sq_2, eps_times_eps));
         }
     }
 };
@@ -402,15 +401,16 @@ struct stable_adamw_float32_small_2 {
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_surprise_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F lr(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
+        const F lr(known.scalars[3]);
+        const F weight_decay(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[5]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_surprise = load(tensor_sum_for_surprise_at + i);
             // 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-            const F surprise = sqrt(tensor_sum_for_surprise / F(extent[2]));
-            const F rate = lr / max(F(1.0f), surprise);                       // 25  rate = lr / maximum(1.0, surprise)
+            const F surprise = sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / F(extent[2]));
+            const F rate = lr / max(F(1.0f), surprise);  // 25  rate = lr / maximum(1.0, surprise)
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
         }
@@ -508,8 +508,7 @@ struct stable_adamw_bfloat16_1 {
         const F scalar_1(known.scalars[1]);
         const F scalar_2(known.scalars[2]);
         const F beta2_hat(known.scalars[3]);
-        const F grad_scale_times_grad_scale(known.scalars[4]);
-        const F eps_times_eps(known.scalars[5]);
+        const F eps_times_eps(known.scalars[4]);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -577,7 +576,7 @@ struct stable_adamw_bfloat16_1 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -595,7 +594,7 @@ struct stable_adamw_bfloat16_1 {
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
-                store(tensor_sum_for_surprise_at + i, grad_scale_times_grad_scale * g_cast * g_cast / max(exp_avg_sq_2, eps_times_eps));
+                store(tensor_sum_for_surprise_at + i, g_cast * g_cast / max(exp_avg_sq_2, eps_times_eps));
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -706,15 +705,16 @@ struct stable_adamw_bfloat16_2 {
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_surprise_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F lr(known.scalars[6]);
-        const F weight_decay(known.scalars[7]);
+        const F lr(known.scalars[5]);
+        const F weight_decay(known.scalars[6]);
+        const F grad_scale_times_grad_scale(known.scalars[7]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_surprise = load(tensor_sum_for_surprise_at + i);
             // 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-            const F surprise = sqrt(tensor_sum_for_surprise / F(extent[2]));
-            const F rate = lr / max(F(1.0f), surprise);                       // 25  rate = lr / maximum(1.0, surprise)
+            const F surprise = sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / F(extent[2]));
+            const F rate = lr / max(F(1.0f), surprise);  // 25  rate = lr / maximum(1.0, surprise)
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
         }
@@ -807,7 +807,7 @@ struct stable_adamw_bfloat16_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -849,8 +849,7 @@ struct stable_adamw_bfloat16_small_1 {
         float *__restrict tensor_sum_for_surprise_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F beta2_hat(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps_times_eps(known.scalars[3]);
+        const F eps_times_eps(known.scalars[2]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -859,7 +858,7 @@ struct stable_adamw_bfloat16_small_1 {
             const F g_cast = g_stored;
             // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq);
-            store(tensor_sum_for_surprise_at + i, grad_scale_times_grad_scale * g_cast * g_cast / max(exp_avg_sq_2, eps_times_eps));
+            store(tensor_sum_for_surprise_at + i, g_cast * g_cast / max(exp_avg_sq_2, eps_times_eps));
         }
     }
 };
@@ -885,15 +884,16 @@ struct stable_adamw_bfloat16_small_2 {
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_surprise_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F lr(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
+        const F lr(known.scalars[3]);
+        const F weight_decay(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[5]);
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_surprise = load(tensor_sum_for_surprise_at + i);
             // 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-            const F surprise = sqrt(tensor_sum_for_surprise / F(extent[2]));
-            const F rate = lr / max(F(1.0f), surprise);                       // 25  rate = lr / maximum(1.0, surprise)
+            const F surprise = sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / F(extent[2]));
+            const F rate = lr / max(F(1.0f), surprise);  // 25  rate = lr / maximum(1.0, surprise)
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
         }
@@ -1069,14 +1069,14 @@ struct stable_adamw_float16_3 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
+                const I p_low = apart(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1173,7 +1173,7 @@ struct stable_adamw_float16_small_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
+            const I p_low = apart(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

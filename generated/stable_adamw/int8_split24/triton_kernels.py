@@ -13,20 +13,20 @@
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 #                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   14.1875 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened
+from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened
 
 
 @triton.jit
 def stable_adamw_float32_1_tile(
     g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -45,7 +45,7 @@ def stable_adamw_float32_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -93,18 +93,17 @@ def stable_adamw_float32_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(grad_scale_times_grad_scale * g * g * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_float32_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -140,12 +139,11 @@ def stable_adamw_float32_1(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term = stable_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-                step_key, stream_key, True,
+                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -162,48 +160,47 @@ def stable_adamw_float32_1(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term = stable_adamw_float32_1_tile(
+                tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    grad_scale_times_grad_scale, eps_times_eps, step_key, stream_key, False,
+                    eps_times_eps, step_key, stream_key, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term = stable_adamw_float32_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps, step_key,
-                stream_key, False,
+                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                tensor_sum_term = stable_adamw_float32_1_tile(
+                tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
                     live, live_block, before + start + (few & -8) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    grad_scale_times_grad_scale, eps_times_eps, step_key, stream_key, True,
+                    eps_times_eps, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
 def stable_adamw_float32_2_values(
     rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
-    weight_decay,
+    weight_decay, grad_scale_times_grad_scale,
 ):
     """Values of the tensor."""
     tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
     # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-    surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
+    surprise = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / extent_elements)
     # 25  rate = lr / maximum(1.0, surprise)
     rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rate_ptr, rate)
@@ -213,17 +210,20 @@ def stable_adamw_float32_2_values(
 @triton.jit
 def stable_adamw_float32_2_round(
     rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+    end, rows, columns, lr, weight_decay, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
     """All values of the tensor."""
     stable_adamw_float32_2_values(
         rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
-        weight_decay,
+        weight_decay, grad_scale_times_grad_scale,
     )
 
 
 @triton.jit
-def stable_adamw_float32_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
+def stable_adamw_float32_2(
+    table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
+):
     """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
@@ -237,7 +237,7 @@ def stable_adamw_float32_2(table, work, lr: tl.float32, weight_decay: tl.float32
     extent_elements = tl.load(row + 21).to(tl.float32)
     stable_adamw_float32_2_round(
         rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-        end, rows, columns, lr, weight_decay, LANES,
+        end, rows, columns, lr, weight_decay, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -264,7 +264,7 @@ def stable_adamw_float32_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -358,8 +358,7 @@ def stable_adamw_float32_3(
 
 @triton.jit
 def stable_adamw_float32_small_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    MASKED: tl.constexpr,
+    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -369,14 +368,14 @@ def stable_adamw_float32_small_1_tile(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_float32_small_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -397,33 +396,34 @@ def stable_adamw_float32_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = stable_adamw_float32_small_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_small_1_tile(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                grad_scale_times_grad_scale, eps_times_eps, False,
+                eps_times_eps, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = stable_adamw_float32_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-            eps_times_eps, False,
+        tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_small_1_tile(
+            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = stable_adamw_float32_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-                eps_times_eps, True,
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_small_1_tile(
+                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def stable_adamw_float32_small_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
+def stable_adamw_float32_small_2(
+    table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
+):
     """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
@@ -437,7 +437,7 @@ def stable_adamw_float32_small_2(table, work, lr: tl.float32, weight_decay: tl.f
     extent_elements = tl.load(row + 19).to(tl.float32)
     stable_adamw_float32_2_round(
         rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-        end, rows, columns, lr, weight_decay, LANES,
+        end, rows, columns, lr, weight_decay, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -524,8 +524,8 @@ def stable_adamw_float32_small_3(
 @triton.jit
 def stable_adamw_bfloat16_1_tile(
     g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -544,7 +544,7 @@ def stable_adamw_bfloat16_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -593,18 +593,17 @@ def stable_adamw_bfloat16_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_bfloat16_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -640,12 +639,11 @@ def stable_adamw_bfloat16_1(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term = stable_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-                step_key, stream_key, True,
+                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -662,41 +660,43 @@ def stable_adamw_bfloat16_1(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term = stable_adamw_bfloat16_1_tile(
+                tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    grad_scale_times_grad_scale, eps_times_eps, step_key, stream_key, False,
+                    eps_times_eps, step_key, stream_key, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term = stable_adamw_bfloat16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps, step_key,
-                stream_key, False,
+                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                tensor_sum_term = stable_adamw_bfloat16_1_tile(
+                tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
                     live, live_block, before + start + (few & -8) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    grad_scale_times_grad_scale, eps_times_eps, step_key, stream_key, True,
+                    eps_times_eps, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def stable_adamw_bfloat16_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
+def stable_adamw_bfloat16_2(
+    table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
+):
     """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
@@ -710,7 +710,7 @@ def stable_adamw_bfloat16_2(table, work, lr: tl.float32, weight_decay: tl.float3
     extent_elements = tl.load(row + 22).to(tl.float32)
     stable_adamw_float32_2_round(
         rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-        end, rows, columns, lr, weight_decay, LANES,
+        end, rows, columns, lr, weight_decay, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -737,7 +737,7 @@ def stable_adamw_bfloat16_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -859,8 +859,7 @@ def stable_adamw_bfloat16_3(
 
 @triton.jit
 def stable_adamw_bfloat16_small_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    MASKED: tl.constexpr,
+    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -871,14 +870,14 @@ def stable_adamw_bfloat16_small_1_tile(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g_cast * g_cast * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_bfloat16_small_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -899,33 +898,34 @@ def stable_adamw_bfloat16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = stable_adamw_bfloat16_small_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_small_1_tile(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                grad_scale_times_grad_scale, eps_times_eps, False,
+                eps_times_eps, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = stable_adamw_bfloat16_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-            eps_times_eps, False,
+        tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_small_1_tile(
+            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = stable_adamw_bfloat16_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-                eps_times_eps, True,
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_small_1_tile(
+                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def stable_adamw_bfloat16_small_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
+def stable_adamw_bfloat16_small_2(
+    table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
+):
     """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
@@ -939,7 +939,7 @@ def stable_adamw_bfloat16_small_2(table, work, lr: tl.float32, weight_decay: tl.
     extent_elements = tl.load(row + 20).to(tl.float32)
     stable_adamw_float32_2_round(
         rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-        end, rows, columns, lr, weight_decay, LANES,
+        end, rows, columns, lr, weight_decay, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1064,8 +1064,8 @@ def stable_adamw_bfloat16_small_3(
 @triton.jit
 def stable_adamw_float16_1_tile(
     g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    step_key, stream_key, MASKED: tl.constexpr,
+    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1084,7 +1084,7 @@ def stable_adamw_float16_1_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
@@ -1133,18 +1133,17 @@ def stable_adamw_float16_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
     g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_float16_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1180,12 +1179,11 @@ def stable_adamw_float16_1(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term = stable_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-                step_key, stream_key, True,
+                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1202,36 +1200,35 @@ def stable_adamw_float16_1(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term = stable_adamw_float16_1_tile(
+                tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     before + start + odd * TILE + (at & -8) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    grad_scale_times_grad_scale, eps_times_eps, step_key, stream_key, False,
+                    eps_times_eps, step_key, stream_key, False,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term = stable_adamw_float16_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1_hat, scalar_1, scalar_2, beta2_hat, grad_scale_times_grad_scale, eps_times_eps, step_key,
-                stream_key, False,
+                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                tensor_sum_term = stable_adamw_float16_1_tile(
+                tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
                     live, live_block, before + start + (few & -8) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    grad_scale_times_grad_scale, eps_times_eps, step_key, stream_key, True,
+                    eps_times_eps, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -1258,14 +1255,14 @@ def stable_adamw_float16_3_tile(
     exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -1398,8 +1395,7 @@ def stable_adamw_float16_3(
 
 @triton.jit
 def stable_adamw_float16_small_1_tile(
-    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, grad_scale_times_grad_scale, eps_times_eps,
-    MASKED: tl.constexpr,
+    g_ptr, exp_avg_sq_ptr, at, live, scalar_0, beta2_hat, eps_times_eps, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1410,14 +1406,14 @@ def stable_adamw_float16_small_1_tile(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2_hat * exp_avg_sq)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g_cast * g_cast * reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
 @triton.jit
 def stable_adamw_float16_small_1(
-    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1438,28 +1434,26 @@ def stable_adamw_float16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = stable_adamw_float16_small_1_tile(
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_small_1_tile(
                 g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                grad_scale_times_grad_scale, eps_times_eps, False,
+                eps_times_eps, False,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = stable_adamw_float16_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-            eps_times_eps, False,
+        tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_small_1_tile(
+            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = stable_adamw_float16_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, grad_scale_times_grad_scale,
-                eps_times_eps, True,
+            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_small_1_tile(
+                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
@@ -1478,7 +1472,7 @@ def stable_adamw_float16_small_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
+    p_low = apart(weight_low_code)
     p_offset = p_low + -128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)

@@ -39,8 +39,6 @@ namespace {
 inline F widened(I x) { return as_float(x << 16); }
 inline I extend16(I x) { return (x << 16) >> 16; }
 inline M where(M c, M a, M b) { return (c & a) | (~c & b); }
-// -1, 0 or 1; a zero keeps its sign, NaN stays NaN.
-inline F sign(F x) { return where(F(0.0f) < abs(x), as_float((bits(x) & I(INT32_MIN)) | I(0x3f800000)), x); }
 
 // A table's entry of each lane's number.
 template <int N> inline F lookup(const float (&table)[N], I at) { return gather(table, at); }

@@ -69,6 +69,11 @@ inline F as_float(I a) { return _mm256_castsi256_ps(a.v); }
 inline I to_int(F a) { return _mm256_cvttps_epi32(a.v); }
 inline I to_int(M a) { return _mm256_srli_epi32(a.v, 31); }
 inline F to_float(I a) { return _mm256_cvtepi32_ps(a.v); }
+// -1, 0 or 1; a zero keeps its sign, NaN stays NaN.
+inline F sign(F x) {
+    const __m256 one = _mm256_or_ps(_mm256_and_ps(x.v, _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
+    return _mm256_blendv_ps(x.v, one, _mm256_cmp_ps(x.v, _mm256_setzero_ps(), _CMP_NEQ_OQ));
+}
 
 inline F gather(const float *p, I at) { return _mm256_i32gather_ps(p, at.v, 4); }
 

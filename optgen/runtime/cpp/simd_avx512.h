@@ -66,6 +66,9 @@ inline F as_float(I a) { return _mm512_castsi512_ps(a.v); }
 inline I to_int(F a) { return _mm512_cvttps_epi32(a.v); }
 inline I to_int(M a) { return _mm512_maskz_set1_epi32(a.v, 1); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a.v); }
+// -1, 0 or 1; a zero keeps its sign, NaN stays NaN.  A nibble for each kind of float, from the lowest: quiet NaN,
+// signalling NaN, zero (each as it is), one, -infinity, infinity, less than zero, more than zero (-1 or 1).
+inline F sign(F x) { return _mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32((int)0xa9a9a000), 0); }
 
 inline F gather(const float *p, I at) { return _mm512_i32gather_ps(at.v, p, 4); }
 

@@ -87,6 +87,8 @@ inline F fma(F a, F b, F c) {
 inline I to_int(F a) { return __builtin_convertvector(a.v, V4i); }
 inline I to_int(M a) { return -a.v; }
 inline F to_float(I a) { return __builtin_convertvector(a.v, V4f); }
+// -1, 0 or 1; a zero keeps its sign, NaN stays NaN.
+inline F sign(F x) { return where(F(0.0f) < abs(x), as_float((bits(x) & I(INT32_MIN)) | I(0x3f800000)), x); }
 // From 2^23 on every float is whole; a zero keeps its sign.
 inline F floor(F a) {
     const F cut = to_float(to_int(a)), low = where(a < cut, cut - F(1.0f), cut);

@@ -1,0 +1,91 @@
+"""What constructors of formats refuse: wrong types, words, ranges.  Each at the place of the call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+
+BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Elements that a scale may be for."""
+
+ROUNDINGS = ("nearest", "stochastic", "auto")
+A_SCALE = "one of optgen.formats.scales, such as ue8m8 or fp32"
+A_COMPANDER = "one such as linear, softsign(), or compander(...) of your own"
+
+
+def is_whole(x: object) -> TypeGuard[int]:
+    """Whether this is an integer; True and False are not."""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def is_number(x: object) -> TypeGuard[int | float]:
+    """Whether this is a finite int or float; True and False are not."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < math.inf
+
+
+def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -> None:
+    """Raises UserError for a width or block size that no kernel has."""
+    if not is_whole(bits) or not least <= bits <= 8:
+        raise UserError("E305", loc=loc, what=f"{name} of {bits!r} bits", want=f"a whole number, {least} to 8 bits")
+    if not is_whole(block) or block not in BLOCKS:
+        want = f"a power of two, {BLOCKS[0]} to {BLOCKS[-1]}"
+        raise UserError("E305", loc=loc, what=f"{name} with blocks of {block!r}", want=want)
+
+
+def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
+    """Raises UserError for a word that a format does not know, and for a relative one of roots.
+
+    fmt   the format, with its `rounding` and what else it has
+    more  field -> the words that it may be
+    """
+    name = type(fmt).__name__
+    for key, known in ({"rounding": ROUNDINGS} | more).items():
+        value = getattr(fmt, key)
+        if not isinstance(value, str) or value not in known:
+            want = ", ".join(f'"{word}"' for word in known)
+            raise UserError("E305", loc=fmt.loc, what=f"{name}({key}={value!r})", want=want)
+    for key in ("signed", "relative", "in_blocks"):
+        value = vars(fmt).get(key, False)
+        if not isinstance(value, bool):
+            raise UserError("E305", loc=fmt.loc, what=f"{name}({key}={value!r})", want="True or False")
+    if vars(fmt).get("relative", False) and fmt.of == "sqrt":
+        raise UserError(
+            "E305", loc=fmt.loc, what=f'{name}(relative=True, of="sqrt")', want="one of both: a root is kept as it is"
+        )
+
+
+def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
+    """Raises UserError where a format's part is not of its kind: `want` names some that are."""
+    value = getattr(fmt, key)
+    if not isinstance(value, kind):
+        got = value.__name__ if isinstance(value, type) or callable(value) else repr(value)
+        raise UserError("E305", loc=fmt.loc, what=f"{type(fmt).__name__}({key}={got})", want=want)
+
+
+def check_number(what: str, value: object, low: float, high: float, want: str, loc: Loc | None) -> None:
+    """Raises UserError unless low <= value <= high, a finite number."""
+    if not is_number(value) or not low <= value <= high:
+        raise UserError("E305", loc=loc, what=what, want=want)
+
+
+def check_line(what: str, text: object, loc: Loc | None) -> None:
+    """Raises UserError unless `text` is one line of text, as comments and messages need it."""
+    if not isinstance(text, str) or not text.strip() or not text.isprintable():
+        raise UserError("E305", loc=loc, what=what, want="one line of text")
+
+
+__all__ = [
+    "A_COMPANDER",
+    "A_SCALE",
+    "BLOCKS",
+    "check_block",
+    "check_line",
+    "check_number",
+    "check_part",
+    "check_words",
+    "is_number",
+    "is_whole",
+]

@@ -1,0 +1,6 @@
+from optgen.lang import optimizer
+
+
+@optimizer(cite="nobody")
+class Rule:
+    """Not a function."""

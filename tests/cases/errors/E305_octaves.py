@@ -1,0 +1,3 @@
+from optgen.formats import LogMax
+
+worded = LogMax(octaves="2")

@@ -1,0 +1,3 @@
+from optgen.formats import Blocked
+
+worded = Blocked(scale="ue8m8")

@@ -1,0 +1,3 @@
+from optgen.formats import Plan
+
+named = Plan("Elsewhere.", name="../elsewhere")

@@ -1,0 +1,3 @@
+from optgen.formats import Blocked, Plan
+
+listed = Plan("8-bit moments.", overrides=[Blocked()])

@@ -1,0 +1,3 @@
+from optgen.formats import codebooks
+
+wide = codebooks.dynamic(bits=16)

@@ -1,0 +1,347 @@
+"""Blocks of rows: Adam-mini's second moment of an attention head, and what the option `blocks` takes and refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adam_mini import Adam_mini
+from torch import Tensor, nn
+
+import optgen
+from optgen.driver import checkpoints, targets
+from optgen.lang.spec import start as first
+from optgen.ops import dtypes
+from optgen.optim import AdamMini, AdamW
+from optgen.runtime import Optimizer, sharding
+from optgen.runtime.blocks import attention_heads
+from optgen.verify.differential import Values, enclose
+from optgen.verify.intervals import Interval
+from tests.harness import plan_of, same_bits, spec_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
+
+HEADS, KV_HEADS, DIM = 8, 2, 40
+
+
+class Attention(nn.Module):
+    """Fewer heads of keys than of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = DIM // HEADS
+        self.q_proj = nn.Linear(DIM, HEADS * size, bias=False)
+        self.k_proj = nn.Linear(DIM, KV_HEADS * size, bias=False)
+        self.v_proj = nn.Linear(DIM, KV_HEADS * size, bias=False)
+        self.o_proj = nn.Linear(HEADS * size, DIM, bias=False)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(11, DIM)
+        self.attn = Attention()
+        self.mlp = nn.Linear(DIM, 3 * DIM, bias=False)
+        self.mixing = nn.Linear(DIM, 6, bias=False)
+        self.norm = nn.RMSNorm(DIM)
+        self.lm_head = nn.Linear(DIM, 11, bias=False)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+BLOCKS = {"*.q_proj.weight": HEADS, "*.k_proj.weight": KV_HEADS, "mixing": 1}
+
+
+def gradients(model: nn.Module, steps: int, seed: int = 1) -> list[dict[str, Tensor]]:
+    """fp32, of sizes that vary from step to step, from row to row and from element to element."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def one(p: Tensor, size: float) -> Tensor:
+        rows = torch.randn(p.shape[:1], generator=draw).exp().view(-1, *[1] * (p.ndim - 1))
+        return torch.randn(p.shape, generator=draw) * torch.randn(p.shape, generator=draw).exp() * rows * size
+
+    sizes = [2.0 ** float(torch.randn((), generator=draw)) for _ in range(steps)]
+    return [{name: one(p, size) for name, p in model.named_parameters()} for size in sizes]
+
+
+def train(opt: Optimizer, model: nn.Module, grads: list[dict[str, Tensor]]) -> None:
+    for found in grads:
+        for name, p in model.named_parameters():
+            p.grad = found[name].to(p.dtype)
+        opt.step()
+
+
+def same(a: Optimizer, b: Optimizer) -> None:
+    """The weights of two optimizers, and all that they keep."""
+    for x, y in zip(a._entries(), b._entries(), strict=True):
+        assert same_bits(x.p.detach(), y.p.detach()), x.name
+        one, other = a.state[x.p], b.state[y.p]
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert same_bits(value, other[key]) if isinstance(value, Tensor) else value == other[key], (x.name, key)
+
+
+# -- what blocks are ------------------------------------------------------------------------------------------------
+
+SHAPES = [((96, 80), 8), ((96, 83), 8), ((96, 83), 1), ((24, 5, 7, 9), 4), ((12, 7), 3), ((12, 7), 12)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "backend"),
+    [
+        ("fp32", "reference"), ("int8_split24", "reference"), ("lpmm4", "reference"), ("int8_split24", "cpp"),
+        ("int8_split24", "triton"),
+    ],
+)  # fmt: skip
+def test_blocks_of_rows_are_rows_of_another_shape(plan: str, backend: str) -> None:
+    """(rows, columns) in n blocks takes the steps of (n, all of a block), bit for bit: codes, scales, random bits."""
+    draw = torch.Generator().manual_seed(3)
+    params, views, blocks = {}, {}, {}
+    for k, (shape, count) in enumerate(SHAPES[1:5:3] if backend == "triton" else SHAPES):
+        value = torch.randn(shape, generator=draw).bfloat16()
+        params[f"w{k}"], blocks[f"w{k}"] = nn.Parameter(value), count
+        views[f"w{k}"] = nn.Parameter(value.clone().view(count, -1))
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "plan": plan, "backend": backend}
+    ours, theirs = AdamMini(params.items(), blocks=blocks, **options), AdamMini(views.items(), **options)
+    for _ in range(2):
+        for p, q in zip(params.values(), views.values(), strict=True):
+            p.grad = torch.randn(p.shape, generator=draw).bfloat16()
+            q.grad = p.grad.view(q.shape)
+        ours.step()
+        theirs.step()
+    for p, q in zip(params.values(), views.values(), strict=True):
+        assert same_bits(p.detach().view(q.shape), q.detach())
+        for key, value in theirs.state[q].items():
+            mine = ours.state[p][key]
+            assert same_bits(mine.view(value.shape), value) if isinstance(value, Tensor) else mine == value, key
+    assert ours.state[params["w0"]]["vmean_row"].shape == (blocks["w0"], 1)
+    assert ours.memory().states == theirs.memory().states
+
+
+def test_the_authors_optimizer_and_ours_lie_in_one_enclosure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys by heads, values, projections, embedding and head by rows, all else as a whole: their blocks by
+    names are ours, and fp32 stays within the rule's derived error of their fp64 for 50 steps."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # it would talk to one process per GPU
+    spec, model, exact = spec_of("adam_mini"), net(), net().double()
+    options = {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-8, "weight_decay": 0.07}
+    decayed = [(name, p) for name, p in model.named_parameters() if "norm" not in name]  # they leave norms alone
+    norms = [(name, p) for name, p in model.named_parameters() if "norm" in name]
+    heads = attention_heads(model.named_parameters(), HEADS, KV_HEADS)
+    groups = [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
+    ours = AdamMini(groups, blocks={**heads, "mixing": 1}, plan="fp32", **options)
+    theirs = Adam_mini(
+        exact.named_parameters(), dim=DIM, n_heads=HEADS, n_kv_heads=KV_HEADS, verbose=False, **options
+    )
+    counts = {"attn.q_proj.weight": HEADS, "attn.k_proj.weight": KV_HEADS, "mixing.weight": 1}
+    carried: dict[str, dict[str, Interval]] = {}
+    width, moved = [], []
+    for t, grads in enumerate(gradients(model, 50)):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for name, p in exact.named_parameters():
+            p.data.copy_(before[name])
+            p.grad = grads[name].double()
+        theirs.step()
+        train(ours, model, [grads])
+        for name, q in exact.named_parameters():
+            p, start = model.get_parameter(name).detach(), before[name]
+            seen = (counts[name], -1) if name in counts else start.shape
+            hypers = options | ({"weight_decay": 0.0} if "norm" in name else {})
+            flags = spec.flag_values(hypers, tuple(p.shape))
+            rec = targets.recurrences_of(spec, tuple(sorted(flags.items())))
+            storage = plan_of("fp32").storage(spec.present(flags), dtypes.f32, False, rec)
+            start = start.reshape(seen)
+            states = carried.get(name) or {s.name: Interval.point(first(s, start)) for s in spec.present(flags)}
+            old = Values(Interval.point(start), states, {}, t)
+            inside = enclose(spec, storage, old, grads[name].reshape(seen), hypers)
+            assert inside.p.known.all()
+            assert inside.p.contains(p.reshape(seen)).all(), (name, t)
+            assert inside.p.contains(q.detach().reshape(seen)).all(), (name, t)
+            carried[name] = dict(inside.states)
+            width.append((inside.p.hi - inside.p.lo).flatten())
+            moved.append((p - before[name]).abs().flatten())
+    # Narrow enough to tell one partition from another: a small part of a step.
+    assert float(torch.cat(width).median()) < 0.01 * float(torch.cat(moved).median())
+
+
+def test_heads_are_found_by_their_names() -> None:
+    model = net()
+    assert attention_heads(model.named_parameters(), HEADS, KV_HEADS) == {
+        "attn.q_proj.weight": HEADS, "attn.k_proj.weight": KV_HEADS
+    }  # fmt: skip
+    assert set(attention_heads(model.named_parameters(), HEADS).values()) == {HEADS}
+    assert optgen.attention_heads is attention_heads
+    with pytest.raises(ValueError, match="no matrix is called as those of queries or keys"):
+        attention_heads([("mlp.weight", torch.zeros(4, 4)), ("q_proj.bias", torch.zeros(4))], 2)
+    with pytest.raises(ValueError, match=r"'h.0.attn.c_attn.weight' makes queries, keys and values"):
+        attention_heads([("h.0.attn.c_attn.weight", torch.zeros(4, 12))], 2)
+
+
+# -- how they are said, and kept --------------------------------------------------------------------------------------
+
+
+def test_groups_may_have_blocks_of_their_own_and_positions_serve_as_names() -> None:
+    model = net()
+    params = list(model.parameters())
+    groups = [{"params": params[:1]}, {"params": params[1:3], "blocks": {params[1]: HEADS}}]
+    opt = AdamMini(groups, blocks={params[2]: 2})
+    assert [group.get("blocks") for group in opt.param_groups] == [None, ((1, HEADS), (2, 2))]
+    opt.add_param_group({"params": params[3:], "blocks": {model.mixing: 1}})
+    assert opt.param_groups[2]["blocks"] == ((6, 1),)
+    train(opt, model, gradients(model, 1))
+    assert [opt.state[p]["vmean_row"].shape[0] for p in params if p.ndim > 1] == [11, HEADS, 2, 10, 40, 120, 1, 11]
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "not equal": ({"*.q_proj.weight": 7}, ValueError, "parameter 'attn.q_proj.weight' of shape [40, 40] has 40 rows, "
+                                                      "which do not fall into 7 equal blocks"),
+    "a vector": ({"norm": 4}, ValueError, "'norm.weight' of shape [40] has no rows, and is one block as it is"),
+    "no match": ({"*.g_proj.weight": 4}, ValueError, "blocks: '*.g_proj.weight' matches no parameter"),
+    "zero": ({"*.q_proj.weight": 0}, ValueError, "blocks['*.q_proj.weight']: expected 1 block or more, got 0"),
+    "half": ({"*.q_proj.weight": 1.5}, TypeError, "blocks['*.q_proj.weight']: expected a number of blocks, got 1.5"),
+    "a switch": ({"*.q_proj.weight": True}, TypeError, "expected a number of blocks, got True"),
+    "a number": (8, TypeError, "blocks must be a dict such as {'*.q_proj.weight': 32}, or None, got 8"),
+    "a class": ({nn.Embedding: 1}, ValueError, "blocks: Embedding is a class of modules"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_blocks_are_refused(what: str) -> None:
+    blocks, error, text = REFUSED[what]
+    model = net()
+    with pytest.raises(error) as found:
+        AdamMini(model.named_parameters(), blocks=blocks)
+    assert text in str(found.value)
+    opt = AdamMini([("embed", model.embed_tokens.weight)])
+    before = copy.deepcopy(opt.state_dict())
+    rest = [(name, p) for name, p in model.named_parameters() if p is not model.embed_tokens.weight]
+    with pytest.raises(error):
+        opt.add_param_group({"params": rest, "blocks": blocks})
+    assert opt.state_dict() == before
+
+
+def test_rules_without_blocks_take_none() -> None:
+    with pytest.raises(TypeError, match="blocks"):
+        AdamW(net().named_parameters(), blocks={"*": 1})
+
+
+def test_a_group_that_was_given_rules_later_is_refused_before_anything_changes() -> None:
+    model = net()
+    opt = AdamMini(model.named_parameters(), blocks=BLOCKS)
+    grads, start = gradients(model, 1), copy.deepcopy(model.state_dict())
+    for wrong, error in (({"*": 1}, TypeError), ((("attn.q_proj.weight", 7),), ValueError)):
+        opt.param_groups[0]["blocks"] = wrong
+        with pytest.raises(error, match="blocks"):
+            train(opt, model, grads)
+        assert not opt.state and all(same_bits(p, start[name]) for name, p in model.state_dict().items())
+
+
+@pytest.mark.parametrize("way", ["state_dict", "pickle", "file"])
+def test_a_run_goes_on_as_it_would_have(way: str, tmp_path: Path) -> None:
+    """The record of blocks travels with the states, and wins over what the optimizer was made with."""
+    model = net().bfloat16()
+    grads = gradients(model, 4)
+    opt = AdamMini(model.named_parameters(), lr=1e-2, blocks=BLOCKS)
+    train(opt, model, grads[:2])
+    other = copy.deepcopy(model)
+    again = AdamMini(other.named_parameters(), lr=1e-2, blocks={"*.q_proj.weight": 2})
+    if way == "pickle":
+        again = pickle.loads(pickle.dumps(opt))
+        for (_, p), q in zip(other.named_parameters(), again.param_groups[0]["params"], strict=True):
+            p.data = q.data
+        other = net().bfloat16()
+        for name, q in zip(dict(other.named_parameters()), again.param_groups[0]["params"], strict=True):
+            module, _, last = name.rpartition(".")
+            setattr(other.get_submodule(module), last, q)
+    elif way == "file":
+        optgen.save_checkpoint(tmp_path / "run.pt", opt, model)
+        with pytest.warns(UserWarning, match="3 parameters in other blocks .* 'attn.q_proj.weight' in 8 blocks, not 2"):
+            optgen.load_checkpoint(tmp_path / "run.pt", again, other)
+    else:
+        with pytest.warns(UserWarning, match="3 parameters in other blocks"):
+            again.load_state_dict(opt.state_dict())
+    assert again.param_groups[0]["blocks"] == opt.param_groups[0]["blocks"]
+    train(opt, model, grads[2:])
+    train(again, other, grads[2:])
+    same(opt, again)
+
+
+def test_checkpoints_of_other_blocks_and_plans(tmp_path: Path) -> None:
+    """Dense states fit the blocks that made them; `optgen convert` keeps both."""
+    model = net().bfloat16()
+    grads = gradients(model, 3)
+    opt = AdamMini(model.named_parameters(), lr=1e-2, blocks=BLOCKS)
+    train(opt, model, grads[:2])
+    dense = opt.dense_state_dict()
+    assert dense["state"][1]["vmean_row"].shape == (HEADS, 1)
+    plain = AdamMini(net().bfloat16().named_parameters(), plan="fp32", blocks=BLOCKS)
+    plain.load_state_dict(dense)
+    rows = AdamMini(net().bfloat16().named_parameters(), plan="fp32")
+    with pytest.raises(ValueError, match=r"vmean_row: expected float32 \[40, 1\], got float32 \[8, 1\]"):
+        rows.load_state_dict(dense)
+    assert not rows.state
+    optgen.save_checkpoint(tmp_path / "run.pt", opt, model)
+    assert not checkpoints.verify(str(tmp_path / "run.pt")).findings
+    checkpoints.convert(str(tmp_path / "run.pt"), str(tmp_path / "fp32.pt"), to="fp32")
+    other = net().bfloat16()
+    again = AdamMini(other.named_parameters(), plan="fp32", blocks=BLOCKS)
+    optgen.load_checkpoint(tmp_path / "fp32.pt", again, other)
+    for a, b in zip(opt._entries(), again._entries(), strict=True):
+        for name in ("m", "vmean_row", "vmean"):
+            if name in opt.state[a.p]:
+                assert same_bits(dense["state"][a.position][name], again.state[b.p][name]), (a.name, name)
+
+
+def test_released_gradients_take_the_same_steps() -> None:
+    model, other = net(), net()
+    ids = torch.arange(6)
+
+    def loss(net: Net) -> Tensor:
+        x = net.norm(net.embed_tokens(ids))
+        mixed = net.attn.o_proj(net.attn.q_proj(x)) + (net.attn.k_proj(x) * net.attn.v_proj(x)).sum()
+        return net.lm_head(mixed).square().mean() + net.mlp(mixed).mean() + net.mixing(mixed).square().sum()
+
+    ours = AdamMini(model.named_parameters(), lr=1e-2, blocks=BLOCKS)
+    theirs = AdamMini(other.named_parameters(), lr=1e-2, blocks=BLOCKS)
+    theirs.release_gradients(other)
+    for _ in range(2):
+        loss(model).backward()
+        ours.step()
+        ours.zero_grad()
+        loss(other).backward()
+        theirs.step()
+    same(ours, theirs)
+    assert theirs.state[other.attn.q_proj.weight]["vmean_row"].shape == (HEADS, 1)
+
+
+# -- parts of several ranks (whole runs: tools/check_sharding.py) -----------------------------------------------------
+
+
+def mode(shape: tuple[int, ...], ranks: int, dim: int, height: int) -> str:
+    return sharding._mode_of_blocks(torch.Size(shape), (ranks,), ((dim, 1),), height)
+
+
+def test_parts_hold_whole_blocks_or_are_refused() -> None:
+    """And where they do, states with one row for each block are cut at the same blocks."""
+    height = 6
+    for heads, ranks in itertools.product(range(1, 13), range(1, 9)):
+        rows = heads * height
+        cuts = [sharding.chunk(rows, ranks, k) for k in range(ranks)]
+        if any(x % height for cut in cuts for x in cut):
+            with pytest.raises(ValueError, match=f"cuts a block of 6 rows: .* multiple of the {ranks} ranks"):
+                mode((rows, 5), ranks, 0, height)
+            continue
+        assert mode((rows, 5), ranks, 0, height) == "local"
+        assert [tuple(x * height for x in sharding.chunk(heads, ranks, k)) for k in range(ranks)] == cuts
+
+
+def test_cuts_along_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="cut along another dimension than the first"):
+        mode((16, 8), 2, 1, 4)
