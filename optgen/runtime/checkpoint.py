@@ -45,18 +45,15 @@ def _plans_of_single_parameters(
     return group, entries
 
 
-def _blocks_of_single_parameters(
-    group: dict[str, Any], entries: dict[Any, Any]
-) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """2 -> 3: the same; since then a group may have "blocks", which version 2 would not see.
-
-    Rank-1 scales of tensors of more than two dimensions are one for each index of each dimension behind the first,
-    where version 2 had one for each combination of indices: `_misread` tells them apart.
+def _blocks_and_columns(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """2 -> 3: the same, but for two things that version 2 would not see: a group may have "blocks" of rows; rank-1
+    scales of tensors of more than two dimensions are one for each index of each dimension behind the first, where
+    version 2 had one for each combination of indices.  `_misread` tells them apart.
     """
     return group, entries
 
 
-MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters, _blocks_of_single_parameters)
+MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters, _blocks_and_columns)
 """From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
 
 A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in

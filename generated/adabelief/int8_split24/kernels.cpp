@@ -114,7 +114,7 @@ struct adabelief_float32 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
-                const I exp_avg_var_piece = apart(exp_avg_var_code);
+                const I exp_avg_var_piece = to_int(exp_avg_var_code);
                 const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_piece * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
@@ -346,7 +346,7 @@ struct adabelief_bfloat16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
-                const I exp_avg_var_piece = apart(exp_avg_var_code);
+                const I exp_avg_var_piece = to_int(exp_avg_var_code);
                 const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_piece * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
@@ -617,7 +617,7 @@ struct adabelief_float16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
-                const I exp_avg_var_piece = apart(exp_avg_var_code);
+                const I exp_avg_var_piece = to_int(exp_avg_var_code);
                 const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_piece * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
@@ -654,7 +654,7 @@ struct adabelief_float16 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -789,7 +789,7 @@ struct adabelief_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

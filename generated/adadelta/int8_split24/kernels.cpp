@@ -116,7 +116,7 @@ struct adadelta_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
-                const I acc_delta_piece = apart(acc_delta_code);
+                const I acc_delta_piece = to_int(acc_delta_code);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
@@ -124,7 +124,7 @@ struct adadelta_float32 {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -375,7 +375,7 @@ struct adadelta_bfloat16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
-                const I acc_delta_piece = apart(acc_delta_code);
+                const I acc_delta_piece = to_int(acc_delta_code);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
@@ -385,7 +385,7 @@ struct adadelta_bfloat16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -664,14 +664,14 @@ struct adadelta_float16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
-                const I acc_delta_piece = apart(acc_delta_code);
+                const I acc_delta_piece = to_int(acc_delta_code);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -682,7 +682,7 @@ struct adadelta_float16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -850,7 +850,7 @@ struct adadelta_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -734,7 +734,7 @@ struct adafactor_float16_1 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -806,7 +806,7 @@ struct adafactor_float16_10 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -895,7 +895,7 @@ struct adafactor_float32_no_factored_1 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = apart(variance_code);
+                const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1031,7 +1031,7 @@ struct adafactor_float32_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = apart(variance_code);
+                const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1279,7 +1279,7 @@ struct adafactor_bfloat16_no_factored_1 {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = apart(variance_code);
+                const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1418,7 +1418,7 @@ struct adafactor_bfloat16_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = apart(variance_code);
+                const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1669,7 +1669,7 @@ struct adafactor_float16_no_factored_1 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1679,7 +1679,7 @@ struct adafactor_float16_no_factored_1 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = apart(variance_code);
+                const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
@@ -1783,14 +1783,14 @@ struct adafactor_float16_no_factored_3 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
-                const I variance_piece = apart(variance_code);
+                const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1912,7 +1912,7 @@ struct adafactor_float16_no_factored_small_1 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1988,7 +1988,7 @@ struct adafactor_float16_no_factored_small_3 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -93,7 +93,7 @@ struct adagrad_float32 {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 sum_code = raw(sum_at + i);
-                const I sum_piece = apart(sum_code);
+                const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
                 const F g_3 = fma(weight_decay, p, g_2);                             // 19  g = l2(g, p, weight_decay)
                 const F sum_ = fma(g_3, g_3, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
@@ -271,7 +271,7 @@ struct adagrad_bfloat16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 sum_code = raw(sum_at + i);
-                const I sum_piece = apart(sum_code);
+                const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
                 const F g_2 = fma(weight_decay, p, g);                               // 19  g = l2(g, p, weight_decay)
                 const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
@@ -474,7 +474,7 @@ struct adagrad_float16 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -485,7 +485,7 @@ struct adagrad_float16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 sum_code = raw(sum_at + i);
-                const I sum_piece = apart(sum_code);
+                const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
                 const F g_2 = fma(weight_decay, p, g);                               // 19  g = l2(g, p, weight_decay)
                 const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
@@ -606,7 +606,7 @@ struct adagrad_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -114,7 +114,7 @@ struct adamax_float32 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_inf_code = raw(exp_inf_at + i);
-                const I exp_inf_piece = apart(exp_inf_code);
+                const I exp_inf_piece = to_int(exp_inf_code);
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_piece * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
@@ -340,7 +340,7 @@ struct adamax_bfloat16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_inf_code = raw(exp_inf_at + i);
-                const I exp_inf_piece = apart(exp_inf_code);
+                const I exp_inf_piece = to_int(exp_inf_code);
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_piece * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
@@ -589,7 +589,7 @@ struct adamax_float16 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -603,7 +603,7 @@ struct adamax_float16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_inf_code = raw(exp_inf_at + i);
-                const I exp_inf_piece = apart(exp_inf_code);
+                const I exp_inf_piece = to_int(exp_inf_code);
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_piece * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_inf = exp_inf_value * exp_inf_value;
@@ -749,7 +749,7 @@ struct adamax_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

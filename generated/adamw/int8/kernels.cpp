@@ -114,7 +114,7 @@ struct adamw_float32 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -366,7 +366,7 @@ struct adamw_bfloat16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -632,7 +632,7 @@ struct adamw_float16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -909,10 +909,10 @@ struct adamw_float32_amsgrad {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -1225,10 +1225,10 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -1555,10 +1555,10 @@ struct adamw_float16_amsgrad {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;

@@ -77,7 +77,7 @@ struct adamw_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_piece = apart(exp_avg_code);
+                const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F exp_avg_cast = to_float(exp_avg_piece + -127);
                 const F exp_avg_abs = abs(exp_avg_cast);
@@ -250,7 +250,7 @@ struct adamw_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_piece = apart(exp_avg_code);
+                const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F g_cast = g_stored;
                 const F exp_avg_cast = to_float(exp_avg_piece + -127);
@@ -431,7 +431,7 @@ struct adamw_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_piece = apart(exp_avg_code);
+                const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F g_cast = g_stored;
                 const F exp_avg_cast = to_float(exp_avg_piece + -127);
@@ -618,7 +618,7 @@ struct adamw_float32_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_piece = apart(exp_avg_code);
+                const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_sub, -1.2499992863013176e-07f)))));
@@ -827,7 +827,7 @@ struct adamw_bfloat16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_piece = apart(exp_avg_code);
+                const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_sub, -1.2499992863013176e-07f)))));
@@ -1044,7 +1044,7 @@ struct adamw_float16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_piece = apart(exp_avg_code);
+                const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_sub, -1.2499992863013176e-07f)))));

@@ -78,14 +78,14 @@ struct adamw_float32 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_pattern = apart(exp_avg_code);
+                const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_pattern = apart(exp_avg_sq_code);
+                const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
@@ -272,14 +272,14 @@ struct adamw_bfloat16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_pattern = apart(exp_avg_code);
+                const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_pattern = apart(exp_avg_sq_code);
+                const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
@@ -474,14 +474,14 @@ struct adamw_float16 {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_pattern = apart(exp_avg_code);
+                const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_pattern = apart(exp_avg_sq_code);
+                const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
@@ -682,14 +682,14 @@ struct adamw_float32_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_pattern = apart(exp_avg_code);
+                const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
                 const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 1006632960);
@@ -697,7 +697,7 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_pattern = apart(exp_avg_sq_code);
+                const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
@@ -924,14 +924,14 @@ struct adamw_bfloat16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_pattern = apart(exp_avg_code);
+                const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
                 const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 1006632960);
@@ -939,7 +939,7 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_pattern = apart(exp_avg_sq_code);
+                const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
@@ -1174,14 +1174,14 @@ struct adamw_float16_amsgrad {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
-                const I exp_avg_pattern = apart(exp_avg_code);
+                const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
                 const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 1006632960);
@@ -1189,7 +1189,7 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_pattern = apart(exp_avg_sq_code);
+                const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
                 const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);

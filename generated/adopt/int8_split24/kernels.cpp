@@ -114,7 +114,7 @@ struct adopt_float32 {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -353,7 +353,7 @@ struct adopt_bfloat16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -626,7 +626,7 @@ struct adopt_float16 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -637,7 +637,7 @@ struct adopt_float16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -791,7 +791,7 @@ struct adopt_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -930,7 +930,7 @@ struct adopt_float32_decoupled_weight_decay {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1168,7 +1168,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1443,7 +1443,7 @@ struct adopt_float16_decoupled_weight_decay {
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1481,7 +1481,7 @@ struct adopt_float16_decoupled_weight_decay {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1614,7 +1614,7 @@ struct adopt_float16_decoupled_weight_decay_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

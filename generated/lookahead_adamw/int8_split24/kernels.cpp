@@ -117,7 +117,7 @@ struct lookahead_adamw_float32 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -378,7 +378,7 @@ struct lookahead_adamw_bfloat16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -678,7 +678,7 @@ struct lookahead_adamw_float16 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -713,7 +713,7 @@ struct lookahead_adamw_float16 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -877,7 +877,7 @@ struct lookahead_adamw_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1018,7 +1018,7 @@ struct lookahead_adamw_float32_sync {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1290,7 +1290,7 @@ struct lookahead_adamw_bfloat16_sync {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1594,7 +1594,7 @@ struct lookahead_adamw_float16_sync {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
@@ -1627,7 +1627,7 @@ struct lookahead_adamw_float16_sync {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1794,7 +1794,7 @@ struct lookahead_adamw_float16_sync_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1955,10 +1955,10 @@ struct lookahead_adamw_float32_amsgrad {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -2280,10 +2280,10 @@ struct lookahead_adamw_bfloat16_amsgrad {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -2644,10 +2644,10 @@ struct lookahead_adamw_float16_amsgrad {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -2692,7 +2692,7 @@ struct lookahead_adamw_float16_amsgrad {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2882,7 +2882,7 @@ struct lookahead_adamw_float16_amsgrad_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -3048,10 +3048,10 @@ struct lookahead_adamw_float32_amsgrad_sync {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -3384,10 +3384,10 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -3752,10 +3752,10 @@ struct lookahead_adamw_float16_amsgrad_sync {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const I exp_avg_sq_piece = apart(exp_avg_sq_code);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const I max_exp_avg_sq_piece = apart(max_exp_avg_sq_code);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
@@ -3798,7 +3798,7 @@ struct lookahead_adamw_float16_amsgrad_sync {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -3991,7 +3991,7 @@ struct lookahead_adamw_float16_amsgrad_sync_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -45,7 +45,7 @@ VARIANTS = (
         flags={'has_momentum': False},
         fields=(
             Field("grad_sum_sq", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq"),
+            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("s", "uint8", per=1, zero=128, state="s"),
             Field("s_scale", "int16", per=64, zero=0, state="s"),
         ),
@@ -90,7 +90,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("grad_sum_sq", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq"),
+            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("s", "uint8", per=1, zero=128, state="s"),
             Field("s_scale", "int16", per=64, zero=0, state="s"),
         ),
@@ -136,7 +136,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("grad_sum_sq", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq"),
+            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("s", "uint8", per=1, zero=128, state="s"),
             Field("s_scale", "int16", per=64, zero=0, state="s"),
         ),
@@ -181,7 +181,7 @@ VARIANTS = (
         flags={'has_momentum': True},
         fields=(
             Field("grad_sum_sq", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq"),
+            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("s", "uint8", per=1, zero=128, state="s"),
             Field("s_scale", "int16", per=64, zero=0, state="s"),
             Field("x0", "float32", per=1, zero=0, state="x0"),
@@ -228,7 +228,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("grad_sum_sq", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq"),
+            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("s", "uint8", per=1, zero=128, state="s"),
             Field("s_scale", "int16", per=64, zero=0, state="s"),
             Field("x0", "float32", per=1, zero=0, state="x0"),
@@ -276,7 +276,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("grad_sum_sq", "uint8", per=1, zero=0, state="grad_sum_sq", nonneg=True),
-            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq"),
+            Field("grad_sum_sq_range", "int16", per=64, zero=0, state="grad_sum_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("s", "uint8", per=1, zero=128, state="s"),
             Field("s_scale", "int16", per=64, zero=0, state="s"),
             Field("x0", "float32", per=1, zero=0, state="x0"),

@@ -111,7 +111,7 @@ struct madgrad_float32 {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
-                const I grad_sum_sq_piece = apart(grad_sum_sq_code);
+                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
@@ -346,7 +346,7 @@ struct madgrad_bfloat16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
-                const I grad_sum_sq_piece = apart(grad_sum_sq_code);
+                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
@@ -606,7 +606,7 @@ struct madgrad_float16 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -617,7 +617,7 @@ struct madgrad_float16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
-                const I grad_sum_sq_piece = apart(grad_sum_sq_code);
+                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
@@ -768,7 +768,7 @@ struct madgrad_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -910,7 +910,7 @@ struct madgrad_float32_has_momentum {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
-                const I grad_sum_sq_piece = apart(grad_sum_sq_code);
+                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
@@ -1146,7 +1146,7 @@ struct madgrad_bfloat16_has_momentum {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
-                const I grad_sum_sq_piece = apart(grad_sum_sq_code);
+                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
@@ -1408,7 +1408,7 @@ struct madgrad_float16_has_momentum {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1419,7 +1419,7 @@ struct madgrad_float16_has_momentum {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
-                const I grad_sum_sq_piece = apart(grad_sum_sq_code);
+                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
@@ -1572,7 +1572,7 @@ struct madgrad_float16_has_momentum_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -55,7 +55,7 @@ VARIANTS = (
         flags={'centered': False, 'has_momentum': False},
         fields=(
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
         host=host_scalars,
@@ -97,7 +97,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
         host=host_scalars,
@@ -140,7 +140,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('lr', 'alpha', 'eps', 'weight_decay', 'grad_scale', 'one_minus_alpha'),
         host=host_scalars,
@@ -182,7 +182,7 @@ VARIANTS = (
         flags={'centered': False, 'has_momentum': True},
         fields=(
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
@@ -227,7 +227,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
@@ -273,7 +273,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
@@ -318,7 +318,7 @@ VARIANTS = (
         flags={'centered': True, 'has_momentum': False},
         fields=(
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("grad_avg", "uint8", per=1, zero=128, state="grad_avg"),
             Field("grad_avg_scale", "int16", per=64, zero=0, state="grad_avg"),
         ),
@@ -363,7 +363,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("grad_avg", "uint8", per=1, zero=128, state="grad_avg"),
             Field("grad_avg_scale", "int16", per=64, zero=0, state="grad_avg"),
         ),
@@ -409,7 +409,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("grad_avg", "uint8", per=1, zero=128, state="grad_avg"),
             Field("grad_avg_scale", "int16", per=64, zero=0, state="grad_avg"),
         ),
@@ -454,7 +454,7 @@ VARIANTS = (
         flags={'centered': True, 'has_momentum': True},
         fields=(
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("grad_avg", "uint8", per=1, zero=128, state="grad_avg"),
             Field("grad_avg_scale", "int16", per=64, zero=0, state="grad_avg"),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
@@ -502,7 +502,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("grad_avg", "uint8", per=1, zero=128, state="grad_avg"),
             Field("grad_avg_scale", "int16", per=64, zero=0, state="grad_avg"),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
@@ -551,7 +551,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("square_avg", "uint8", per=1, zero=0, state="square_avg", nonneg=True),
-            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg"),
+            Field("square_avg_range", "int16", per=64, zero=0, state="square_avg", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("grad_avg", "uint8", per=1, zero=128, state="grad_avg"),
             Field("grad_avg_scale", "int16", per=64, zero=0, state="grad_avg"),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),

@@ -94,7 +94,7 @@ struct rmsprop_float32 {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -279,7 +279,7 @@ struct rmsprop_bfloat16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -489,7 +489,7 @@ struct rmsprop_float16 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -500,7 +500,7 @@ struct rmsprop_float16 {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -626,7 +626,7 @@ struct rmsprop_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -757,7 +757,7 @@ struct rmsprop_float32_has_momentum {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -985,7 +985,7 @@ struct rmsprop_bfloat16_has_momentum {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -1247,7 +1247,7 @@ struct rmsprop_float16_has_momentum {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1258,7 +1258,7 @@ struct rmsprop_float16_has_momentum {
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -1407,7 +1407,7 @@ struct rmsprop_float16_has_momentum_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1545,7 +1545,7 @@ struct rmsprop_float32_centered {
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -1801,7 +1801,7 @@ struct rmsprop_bfloat16_centered {
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -2080,7 +2080,7 @@ struct rmsprop_float16_centered {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2094,7 +2094,7 @@ struct rmsprop_float16_centered {
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -2266,7 +2266,7 @@ struct rmsprop_float16_centered_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2437,7 +2437,7 @@ struct rmsprop_float32_centered_has_momentum {
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -2762,7 +2762,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -3119,7 +3119,7 @@ struct rmsprop_float16_centered_has_momentum {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -3133,7 +3133,7 @@ struct rmsprop_float16_centered_has_momentum {
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
                 const U8 square_avg_code = raw(square_avg_at + i);
-                const I square_avg_piece = apart(square_avg_code);
+                const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
@@ -3339,7 +3339,7 @@ struct rmsprop_float16_centered_has_momentum_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

@@ -112,7 +112,7 @@ struct rprop_float32 {
                 const F prev_bend = abs(prev_code_2);
                 const F g_2 = grad_scale * g;
                 const U8 step_size_code = raw(step_size_at + i);
-                const I step_size_piece = apart(step_size_code);
+                const I step_size_piece = to_int(step_size_code);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
                 const F p = load(p_at + i);
                 // 22  agreement = g * prev
@@ -340,7 +340,7 @@ struct rprop_bfloat16 {
                 const F prev_bend = abs(prev_code_2);
                 const F g = grad_scale * g_cast;
                 const U8 step_size_code = raw(step_size_at + i);
-                const I step_size_piece = apart(step_size_code);
+                const I step_size_piece = to_int(step_size_code);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -599,12 +599,12 @@ struct rprop_float16 {
                 const F prev_bend = abs(prev_code_2);
                 const F g = grad_scale * g_cast;
                 const U8 step_size_code = raw(step_size_at + i);
-                const I step_size_piece = apart(step_size_code);
+                const I step_size_piece = to_int(step_size_code);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -761,7 +761,7 @@ struct rprop_float16_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));

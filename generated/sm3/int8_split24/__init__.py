@@ -161,7 +161,7 @@ VARIANTS = (
         flags={'has_momentum': False, 'factored': False},
         fields=(
             Field("accumulator", "uint8", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator"),
+            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('lr', 'eps', 'grad_scale'),
         host=host_scalars,
@@ -203,7 +203,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("accumulator", "uint8", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator"),
+            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('lr', 'eps', 'grad_scale'),
         host=host_scalars,
@@ -246,7 +246,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("accumulator", "uint8", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator"),
+            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('lr', 'eps', 'grad_scale'),
         host=host_scalars,
@@ -481,7 +481,7 @@ VARIANTS = (
         flags={'has_momentum': True, 'factored': False},
         fields=(
             Field("accumulator", "uint8", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator"),
+            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
@@ -526,7 +526,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("accumulator", "uint8", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator"),
+            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
@@ -572,7 +572,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("accumulator", "uint8", per=1, zero=0, state="accumulator", nonneg=True),
-            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator"),
+            Field("accumulator_range", "int16", per=64, zero=0, state="accumulator", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
             Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),

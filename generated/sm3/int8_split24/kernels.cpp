@@ -91,7 +91,7 @@ struct sm3_float32_no_factored {
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
                 const U8 accumulator_code = raw(accumulator_at + i);
-                const I accumulator_piece = apart(accumulator_code);
+                const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
@@ -263,7 +263,7 @@ struct sm3_bfloat16_no_factored {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 accumulator_code = raw(accumulator_at + i);
-                const I accumulator_piece = apart(accumulator_code);
+                const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
@@ -467,14 +467,14 @@ struct sm3_float16_no_factored {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 accumulator_code = raw(accumulator_at + i);
-                const I accumulator_piece = apart(accumulator_code);
+                const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -602,7 +602,7 @@ struct sm3_float16_no_factored_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -726,7 +726,7 @@ struct sm3_float32_has_momentum_no_factored {
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
                 const U8 accumulator_code = raw(accumulator_at + i);
-                const I accumulator_piece = apart(accumulator_code);
+                const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
@@ -946,7 +946,7 @@ struct sm3_bfloat16_has_momentum_no_factored {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 accumulator_code = raw(accumulator_at + i);
-                const I accumulator_piece = apart(accumulator_code);
+                const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
@@ -1204,7 +1204,7 @@ struct sm3_float16_has_momentum_no_factored {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 accumulator_code = raw(accumulator_at + i);
-                const I accumulator_piece = apart(accumulator_code);
+                const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
@@ -1241,7 +1241,7 @@ struct sm3_float16_has_momentum_no_factored {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1368,7 +1368,7 @@ struct sm3_float16_has_momentum_no_factored_small {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -1678,7 +1678,7 @@ struct sm3_float16_1 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2438,7 +2438,7 @@ struct sm3_float16_has_momentum_1 {
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = apart(weight_low_code);
+                const I p_low = to_int(weight_low_code);
                 const I p_offset = p_low + -128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
@@ -2551,7 +2551,7 @@ struct sm3_float16_has_momentum_small_1 {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = apart(weight_low_code);
+            const I p_low = to_int(weight_low_code);
             const I p_offset = p_low + -128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
