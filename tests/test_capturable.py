@@ -263,6 +263,64 @@ def test_nothing_is_read_on_the_way(
     assert {opt.state[p]["step"].item() for p in params_of(opt)} == {3}
 
 
+class Counts(TorchDispatchMode):
+    """How many operations torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def written_by_the_user(opt: Optimizer, count: Tensor) -> None:
+    count.add_(37)
+
+
+def skipped_by_a_scaler(opt: Optimizer, count: Tensor) -> None:
+    opt.grad_scale, opt.found_inf = torch.tensor(1.0), torch.tensor(1.0)  # type: ignore[attr-defined]
+    give(params_of(opt), 50)
+    opt.step()
+    opt.grad_scale = opt.found_inf = None  # type: ignore[attr-defined]
+
+
+def captured(opt: Optimizer, count: Tensor) -> None:
+    """What a graph does between steps of the host: it writes the tensors, and nobody moves their versions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "capturing", lambda: True)
+        give(params_of(opt), 50)
+        opt.step()
+    torch.from_numpy(count.numpy())[()] = 20  # numpy shares the memory, not the version
+
+
+@pytest.mark.parametrize("change", [written_by_the_user, skipped_by_a_scaler, captured])
+def test_a_number_that_the_host_knows_is_not_asked_for(change: Any) -> None:
+    """Of a step outside of graphs the host computes the scalars, until something else may have counted."""
+    opt = trained(AdamW, 3, plan="fp32", capturable=True, fused=True)
+    count = opt.state[params_of(opt)[0]]["step"]
+    give(params_of(opt), 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "start", lambda *_, **__: None)  # the interpreter calls torch, too
+        with Counts() as ops:
+            opt.step()
+    assert [op.overloadpacket for op in ops.seen] == [torch.ops.aten.add_]
+    assert opt._replay.last is not None
+    change(opt, count)
+    for step in (4, 5):
+        params = [nn.Parameter(p.detach().clone()) for p in params_of(opt)]
+        plain = AdamW(params, plan="fp32", backend="triton")
+        plain.load_state_dict(opt.state_dict())
+        for group in plain.param_groups:
+            group["capturable"] = group["fused"] = None
+        for one in (opt, plain):
+            give(params_of(one), step)
+            one.step()
+        assert everything(opt) == everything(plain)
+
+
 def test_the_watch_sees_what_a_step_on_the_host_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = trained(AdamW, 1, plan="fp32", lr=torch.tensor(1e-3))
     monkeypatch.setattr(control, "start", lambda *_, **__: None)

@@ -58,32 +58,66 @@ class Scaler(NamedTuple):
         return sign if self.scale is None else sign / float(self.scale.item())
 
 
+class Counter:
+    """A tensor that counts steps on a device, or holds a host state, and how many parameters share it.
+
+    What it holds the host knows as well, where it began with a number and nobody but the host's own steps has written
+    it since: not a GradScaler that skips steps there, nor a graph, nor a user (who moves its version).
+    """
+
+    def __init__(self, tensor: Tensor, shared: int) -> None:
+        self.tensor, self.shared = tensor, shared
+        self._value: int | None = None
+        self._version = 0
+
+    @property
+    def value(self) -> int | None:
+        """The steps that it counts, where the host knows them."""
+        return None if self._value is None or self.tensor._version != self._version else self._value
+
+    def says(self, value: int | None) -> None:
+        """It holds this now."""
+        self._value = None if self.tensor.is_inference() else value
+        if self._value is not None:
+            self._version = self.tensor._version
+
+
 class Counters:
-    """The tensors that count steps, or hold host states, and how many parameters share each.
+    """The tensors that count steps, or hold host states.
 
     What stands in a state and is none of these was put there by somebody else, and is read by the host.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int]] = {}
+        self._known: dict[int, Counter] = {}
+
+    def of(self, x: object) -> Counter | None:
+        found = self._known.get(id(x))
+        return found if found is not None and found.tensor is x else None
 
     def knows(self, x: object) -> bool:
-        found = self._known.get(id(x))
-        return found is not None and found[0] is x
+        return self.of(x) is not None
 
     def shared_by(self, x: object) -> int:
-        return self._known[id(x)][1] if self.knows(x) else 0
+        found = self.of(x)
+        return 0 if found is None else found.shared
 
-    def take(self, buckets: Iterable[Bucket]) -> None:
-        """After a step of these buckets."""
+    def take(self, buckets: Iterable[Bucket], known: bool) -> None:
+        """After a step of these buckets; `known`: which the host knows to have been made, once."""
         for bucket in buckets:
-            if bucket.left is not None and self.knows(bucket.left):
-                rest = self.shared_by(bucket.left) - len(bucket.params)
-                self._known[id(bucket.left)] = (bucket.left, rest)
+            left = self.of(bucket.left)
+            if left is not None:
+                left.shared -= len(bucket.params)
         for bucket in buckets:
             for x in (bucket.step, *bucket.host):
                 if isinstance(x, Tensor):
-                    self._known[id(x)] = (x, len(bucket.params))
+                    before = self.of(x)
+                    if before is not None:  # whoever still has it knows nothing from now on
+                        before.says(None)
+                    self._known[id(x)] = Counter(x, len(bucket.params))
+            own = self.of(bucket.step)
+            if own is not None and known and bucket.done is not None:
+                own.says(bucket.done + 1)
 
     def forget(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
         """Drops what no state holds any more, once there is much of it."""

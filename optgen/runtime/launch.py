@@ -401,13 +401,13 @@ class Launcher:
         return launches
 
 
-def made(bucket: Bucket, tables: Tables) -> replay.Made:
-    """A bucket's step, as it can be made again."""
+def made(bucket: Bucket, tables: Tables, counter: control.Counter | None) -> replay.Made:
+    """A bucket's step, as it can be made again; `counter`: what counts it on the device."""
     if tables.table is not None:
         return replay.Made(bucket, tables.table)
     shapes, streams, columns, places, _ = tables.signature
     table = cpu.table(rows(columns, shapes, streams, places), len(bucket.variant.names))
-    return replay.Made(bucket, table, starter(bucket, tables), tables.scalars if bucket.counted else None)
+    return replay.Made(bucket, table, starter(bucket, tables), tables.scalars if bucket.counted else None, counter)
 
 
 def run(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> None:

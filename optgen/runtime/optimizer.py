@@ -519,7 +519,7 @@ class Optimizer(torch.optim.Optimizer):
         self._run(prepared)
         if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
-        self._counters.take(buckets)
+        self._counters.take(buckets, scaler is None and not control.capturing())
         self._counters.forget(self.state)
         if any(b.in_parts for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return
@@ -527,7 +527,11 @@ class Optimizer(torch.optim.Optimizer):
         if sharded is not None and self._senders(sharded):  # others may wait for this rank at any step
             return
         if all(ready.tables is not None for ready in prepared):
-            made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
+            made = [
+                launch.made(ready.bucket, ready.tables, self._counters.of(ready.bucket.step))
+                for ready in prepared
+                if ready.tables is not None
+            ]
             self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
 
     def _run(self, prepared: Sequence[Ready]) -> None:
@@ -687,6 +691,8 @@ class Optimizer(torch.optim.Optimizer):
                     backend = launch.able(choice.backend, choice.plan, variant)
                     made = Bucket(number, choice.plan, variant, backend, device, grad_dtype, step, host, cut=cut)
                     made.counted = backend == "triton" and (counted or bool(choice.counted))
+                    if counted and (counter := self._counters.of(step)) is not None:
+                        made.done = counter.value
                     bucket = buckets.setdefault(key, made)
                     number_of = None if counted else step
                 if not ready:

@@ -202,12 +202,14 @@ class Made:
     table  rows of addresses of p, g and the fields
     start  its kernels, where they have tables of their own; None: the bucket's, with `table`
     room   where the scalars stand of a step that is counted on the device, else None
+    counter  what counts it there
     """
 
     bucket: Bucket
     table: cpu.Table
     start: Start | None = None
     room: control.Control | None = None
+    counter: control.Counter | None = None
 
 
 class Part:
@@ -217,6 +219,8 @@ class Part:
         bucket = made.bucket
         self.group, self.variant, self.table = bucket.group, bucket.variant, table
         self.start, self.room, self.kernel = made.start, made.room, bucket.kernel
+        # Where there are host states, the host does not know them.
+        self.counter = made.counter if made.room is not None and not bucket.variant.host_names else None
         self.device = bucket.device
         self.written = [*bucket.params, *(shard.p for shard in bucket.shards if shard is not None)]
         self.slot, self.entries = slot, entries
@@ -228,6 +232,11 @@ class Part:
     def numbers(self, group: Group, values: Sequence[Any], scaler: control.Scaler | None) -> Count:
         """Fills in the scalars; (step key, the numbers that the states will hold), or the step on the device."""
         sign = group.sign
+        if self.room is not None and scaler is None and self.counter is not None:
+            done, hypers = self.counter.value, group.on(self.device)
+            if done is not None and group.fixed:
+                self.scalars[:] = list(self.host(done + 1, sign, **hypers)[: self.width])
+                return Known(keys.step_key(group.seed, done + 1), self.counter, done + 1)
         if self.room is not None:
             host = values[self.slot + 1 : self.slot + len(self.names)]
             counted = control.Step(values[self.slot], host, scaler.found if scaler else None)
@@ -245,16 +254,30 @@ class Part:
         return keys.step_key(group.seed, step), [step, *made[self.width :]]
 
     def run(self, count: Count) -> None:
-        key = count[0] if isinstance(count, tuple) else 0
+        key = count.key if isinstance(count, Known) else count[0] if isinstance(count, tuple) else 0
         if self.start is not None:
-            self.start(self.scalars if self.room is None else self.room, key)
+            on_device = self.room is not None and not isinstance(count, Known)
+            self.start(self.room if on_device else self.scalars, key)
         else:
             assert self.kernel is not None
             cpu.call(self.kernel, self.table, self.scalars, key)
         torch.autograd.graph.increment_version(self.written)
 
 
-Count = tuple[int, list[Any]] | control.Step
+class Known:
+    """A step that is counted on the device, but whose number the host knows, and so computes the scalars of."""
+
+    __slots__ = ("counter", "key", "number")
+
+    def __init__(self, key: int, counter: control.Counter, number: int) -> None:
+        self.key, self.counter, self.number = key, counter, number
+
+    def finish(self) -> None:
+        self.counter.tensor.add_(1)
+        self.counter.says(self.number)
+
+
+Count = tuple[int, list[Any]] | control.Step | Known
 
 
 class Stopped(Exception):
