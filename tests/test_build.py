@@ -526,7 +526,7 @@ def test_equal_functions_of_stages_are_printed_once() -> None:
     in more than names, of their own and of what they call."""
     for path in sorted((ROOT / "generated").glob("*/*/triton_kernels.py")):
         text = path.read_text(encoding="utf-8")
-        functions = [x.split("\n\n\n", 1)[0] for x in text.split("@triton.jit\n")[1:]]
+        functions = [x.split("\n\n\n", 1)[0] for x in re.split(r"^@triton\.jit.*\n", text, flags=re.MULTILINE)[1:]]
         known: dict[str, str] = {}
         first: dict[str, str] = {}
         for function in functions:
@@ -536,6 +536,23 @@ def test_equal_functions_of_stages_are_printed_once() -> None:
             first[name] = known.setdefault(same, name)
             # The twin of a kernel for tensors of any shape stands and falls with it.
             assert first[name] == name or name.endswith("_flat"), f"{path}: {name} is {first[name]}"
+
+
+def test_kernels_are_compiled_for_all_whole_numbers_at_once() -> None:
+    """Triton compiles a kernel again for a whole number that 16 divides, or that is 1, unless it is told not to.  The
+    key of a step's noise has its place in the window in its lowest bits: 16 divides that of the first step, not that of
+    the second."""
+    launched = 0
+    for path in sorted((ROOT / "generated").glob("*/*/triton_kernels.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.FunctionDef) or [x.arg for x in node.args.args[:2]] != ["table", "work"]:
+                continue
+            known = {"tl.constexpr", "tl.float32"}  # which are never specialized, or always
+            plain = [x.arg for x in node.args.args[2:] if not x.annotation or ast.unparse(x.annotation) not in known]
+            told = [k.value for d in node.decorator_list if isinstance(d, ast.Call) for k in d.keywords]
+            assert plain == [name for names in told for name in ast.literal_eval(names)], f"{path}: {node.name}"
+            launched += bool(plain)
+    assert launched > 100
 
 
 # -- compiling in memory

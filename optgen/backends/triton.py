@@ -345,6 +345,11 @@ class Table:
         return cls(len(names) + 6, {name: i for i, name in enumerate(names)}, len(names))
 
 
+# Of a kernel that is launched.  Triton would compile it a second time for the keys that 16 divides, and these come: the
+# lowest bits of a key are the place in its window, so that the very first step has one and the second has none.
+ENTRY = '@triton.jit(do_not_specialize=["step_key"])'
+
+
 @dataclass(frozen=True)
 class Term:
     """What a sweep adds up, or takes the largest of: the operand of one or more reductions.
@@ -404,7 +409,7 @@ def terms(schedule: Schedule) -> list[Term]:
             k += 1
             name = f"{base}_{k}"
         node = nodes[uid]
-        splits = fast and node.op == "mul" and node.space == spaces.elem and uid not in read
+        splits = fast and node.op == "mul" and uid not in read and all(x.space == spaces.elem for x in node.args)
         splits = splits and not buffers[0].reduction.endswith("max")
         out.append(Term(f"{name}_term", node, tuple(buffers), node.args if splits else ()))
     return out
@@ -571,7 +576,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
     args += ["GRAD: tl.constexpr", "TILES: tl.constexpr", "RAGGED: tl.constexpr", "ALIGNED: tl.constexpr"]
     args += [f"TILE: tl.constexpr = {size}"]
-    out += ["", "", "@triton.jit", *wrapped(f"def {function}(", args)]
+    out += ["", "", ENTRY, *wrapped(f"def {function}(", args)]
     out.append(f'    """{program.name}: the tiles of one work item; see optgen.runtime.launch for table and work."""')
     out.append("    item = work + 2 * tl.program_id(0)")
     out.append(f"    row = table + {table.width} * tl.load(item).to(tl.int64)")

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from optgen.backends.printer import ATOM, with_comments
 from optgen.backends.reference import bound_lines
 from optgen.backends.triton import (
+    ENTRY,
     LOCALS,
     Table,
     Term,
@@ -243,7 +244,7 @@ def _head(schedule: Schedule, function: str, arguments: Sequence[str], doc: str,
     """A kernel up to the addresses of its tensor."""
     program = schedule.program
     args = ["table", "work", *(f"{h}: tl.float32" for h in _host(program)), "step_key: tl.int32"]
-    out = ["@triton.jit", *wrapped(f"def {function}(", [*args, "GRAD: tl.constexpr", *arguments])]
+    out = [ENTRY, *wrapped(f"def {function}(", [*args, "GRAD: tl.constexpr", *arguments])]
     out.append(f'    """{program.name}: {doc}; see optgen.runtime.stages."""')
     out.append("    item = work + 2 * tl.program_id(0)")
     out.append(f"    row = table + {frame.width} * tl.load(item).to(tl.int64)")

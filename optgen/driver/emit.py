@@ -118,8 +118,8 @@ class Functions:
 def _units(lines: Sequence[str]) -> list[list[str]]:
     """The functions of a text one by one; a kernel and its twin for tensors of any shape are one."""
     out: list[list[str]] = []
-    for part in "\n".join(lines).split("@triton.jit\n")[1:]:
-        unit = ["@triton.jit", *part.rstrip("\n").split("\n")]
+    for part in re.split(r"^(?=@triton\.jit)", "\n".join(lines), flags=re.MULTILINE)[1:]:
+        unit = part.rstrip("\n").split("\n")
         if out and _defined(unit) == f"{_defined(out[-1])}_flat":
             out[-1] += ["", "", *unit]
         else:

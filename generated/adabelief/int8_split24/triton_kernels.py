@@ -101,7 +101,7 @@ def adabelief_float32_tile(
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adabelief_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -224,7 +224,7 @@ def adabelief_float32_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adabelief_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -364,7 +364,7 @@ def adabelief_bfloat16_tile(
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adabelief_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -504,7 +504,7 @@ def adabelief_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adabelief_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -686,7 +686,7 @@ def adabelief_float16_tile(
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adabelief_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -844,7 +844,7 @@ def adabelief_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adabelief_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,

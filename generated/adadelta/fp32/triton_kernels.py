@@ -50,7 +50,7 @@ def adadelta_float32_tile(
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_float32(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -130,7 +130,7 @@ def adadelta_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_bfloat16(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -208,7 +208,7 @@ def adadelta_float16_tile(
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_float16(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,

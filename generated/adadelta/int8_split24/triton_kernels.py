@@ -113,7 +113,7 @@ def adadelta_float32_tile(
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_float32(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -232,7 +232,7 @@ def adadelta_float32_small_tile(
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_float32_small(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -378,7 +378,7 @@ def adadelta_bfloat16_tile(
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_bfloat16(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -513,7 +513,7 @@ def adadelta_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_bfloat16_small(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -700,7 +700,7 @@ def adadelta_float16_tile(
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_float16(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -853,7 +853,7 @@ def adadelta_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adadelta_float16_small(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,

@@ -32,7 +32,7 @@ def adafactor_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(p, at, live, MASKED), term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -145,7 +145,7 @@ def adafactor_float32_1(
     tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -397,7 +397,7 @@ def adafactor_float32_7_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -490,7 +490,7 @@ def adafactor_float32_7(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -611,7 +611,7 @@ def adafactor_float32_10_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -701,7 +701,7 @@ def adafactor_float32_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -743,7 +743,7 @@ def adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -856,7 +856,7 @@ def adafactor_bfloat16_1(
     tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -896,7 +896,7 @@ def adafactor_bfloat16_7_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -989,7 +989,7 @@ def adafactor_bfloat16_7(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -1042,7 +1042,7 @@ def adafactor_bfloat16_10_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -1132,7 +1132,7 @@ def adafactor_bfloat16_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1174,7 +1174,7 @@ def adafactor_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1287,7 +1287,7 @@ def adafactor_float16_1(
     tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1327,7 +1327,7 @@ def adafactor_float16_7_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -1420,7 +1420,7 @@ def adafactor_float16_7(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -1471,7 +1471,7 @@ def adafactor_float16_10_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -1561,7 +1561,7 @@ def adafactor_float16_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1609,7 +1609,7 @@ def adafactor_float32_no_factored_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1738,7 +1738,7 @@ def adafactor_float32_no_factored_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_no_factored_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
@@ -1807,7 +1807,7 @@ def adafactor_bfloat16_no_factored_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1893,7 +1893,7 @@ def adafactor_bfloat16_no_factored_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_no_factored_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
@@ -1962,7 +1962,7 @@ def adafactor_float16_no_factored_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2046,7 +2046,7 @@ def adafactor_float16_no_factored_3_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_no_factored_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,

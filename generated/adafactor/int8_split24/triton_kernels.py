@@ -32,7 +32,7 @@ def adafactor_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(p, at, live, MASKED), term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -145,7 +145,7 @@ def adafactor_float32_1(
     tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -397,7 +397,7 @@ def adafactor_float32_7_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -490,7 +490,7 @@ def adafactor_float32_7(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -611,7 +611,7 @@ def adafactor_float32_10_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -701,7 +701,7 @@ def adafactor_float32_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -745,7 +745,7 @@ def adafactor_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -866,7 +866,7 @@ def adafactor_bfloat16_1(
     tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -965,7 +965,7 @@ def adafactor_bfloat16_7_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -1058,7 +1058,7 @@ def adafactor_bfloat16_7(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -1152,7 +1152,7 @@ def adafactor_bfloat16_10_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -1258,7 +1258,7 @@ def adafactor_bfloat16_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1315,7 +1315,7 @@ def adafactor_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1436,7 +1436,7 @@ def adafactor_float16_1(
     tl.store(col_sum_for_col_var_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1477,7 +1477,7 @@ def adafactor_float16_7_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_7(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -1570,7 +1570,7 @@ def adafactor_float16_7(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_7_flat(
     table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -1654,7 +1654,7 @@ def adafactor_float16_10_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_10(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -1760,7 +1760,7 @@ def adafactor_float16_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_10_flat(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1824,7 +1824,7 @@ def adafactor_float32_no_factored_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2018,7 +2018,7 @@ def adafactor_float32_no_factored_3_tile(
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_no_factored_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
@@ -2123,7 +2123,7 @@ def adafactor_float32_no_factored_small_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_no_factored_small_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2227,7 +2227,7 @@ def adafactor_float32_no_factored_small_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float32_no_factored_small_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
@@ -2308,7 +2308,7 @@ def adafactor_bfloat16_no_factored_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2487,7 +2487,7 @@ def adafactor_bfloat16_no_factored_3_tile(
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_no_factored_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
@@ -2599,7 +2599,7 @@ def adafactor_bfloat16_no_factored_small_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_no_factored_small_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2699,7 +2699,7 @@ def adafactor_bfloat16_no_factored_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_bfloat16_no_factored_small_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
@@ -2811,7 +2811,7 @@ def adafactor_float16_no_factored_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2986,7 +2986,7 @@ def adafactor_float16_no_factored_3_tile(
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_no_factored_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
@@ -3105,7 +3105,7 @@ def adafactor_float16_no_factored_small_1_tile(
     return term(p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_no_factored_small_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3223,7 +3223,7 @@ def adafactor_float16_no_factored_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adafactor_float16_no_factored_small_3(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,

@@ -41,7 +41,7 @@ def adagrad_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_float32(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -111,7 +111,7 @@ def adagrad_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_bfloat16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -179,7 +179,7 @@ def adagrad_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_float16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,

@@ -75,7 +75,7 @@ def adagrad_float32_tile(
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_float32(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -178,7 +178,7 @@ def adagrad_float32_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_float32_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -285,7 +285,7 @@ def adagrad_bfloat16_tile(
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_bfloat16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -405,7 +405,7 @@ def adagrad_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_bfloat16_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -553,7 +553,7 @@ def adagrad_float16_tile(
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_float16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -691,7 +691,7 @@ def adagrad_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adagrad_float16_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, start_: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,

@@ -48,7 +48,7 @@ def adam_float32_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -130,7 +130,7 @@ def adam_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -210,7 +210,7 @@ def adam_float16_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -293,7 +293,7 @@ def adam_float32_amsgrad_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float32_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -382,7 +382,7 @@ def adam_bfloat16_amsgrad_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_bfloat16_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -469,7 +469,7 @@ def adam_float16_amsgrad_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float16_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,

@@ -105,7 +105,7 @@ def adam_float32_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -223,7 +223,7 @@ def adam_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -365,7 +365,7 @@ def adam_bfloat16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -500,7 +500,7 @@ def adam_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -685,7 +685,7 @@ def adam_float16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -838,7 +838,7 @@ def adam_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -1026,7 +1026,7 @@ def adam_float32_amsgrad_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float32_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1155,7 +1155,7 @@ def adam_float32_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float32_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -1328,7 +1328,7 @@ def adam_bfloat16_amsgrad_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_bfloat16_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1476,7 +1476,7 @@ def adam_bfloat16_amsgrad_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_bfloat16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
@@ -1691,7 +1691,7 @@ def adam_float16_amsgrad_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float16_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1857,7 +1857,7 @@ def adam_float16_amsgrad_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_float16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,

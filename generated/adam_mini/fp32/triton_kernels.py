@@ -31,7 +31,7 @@ def adam_mini_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -95,7 +95,7 @@ def adam_mini_float32_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -188,7 +188,7 @@ def adam_mini_float32_3_tile(
     put(m_ptr, at, m, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -278,7 +278,7 @@ def adam_mini_float32_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -316,7 +316,7 @@ def adam_mini_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -380,7 +380,7 @@ def adam_mini_bfloat16_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -424,7 +424,7 @@ def adam_mini_bfloat16_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -514,7 +514,7 @@ def adam_mini_bfloat16_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -552,7 +552,7 @@ def adam_mini_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -616,7 +616,7 @@ def adam_mini_float16_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -658,7 +658,7 @@ def adam_mini_float16_3_tile(
     put(m_ptr, at, m, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -748,7 +748,7 @@ def adam_mini_float16_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -776,7 +776,7 @@ def adam_mini_float16_3_flat(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -887,7 +887,7 @@ def adam_mini_float32_no_by_rows_3_tile(
     put(m_ptr, at, m, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -938,7 +938,7 @@ def adam_mini_float32_no_by_rows_3(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1003,7 +1003,7 @@ def adam_mini_bfloat16_no_by_rows_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -1054,7 +1054,7 @@ def adam_mini_bfloat16_no_by_rows_3(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1117,7 +1117,7 @@ def adam_mini_float16_no_by_rows_3_tile(
     put(m_ptr, at, m, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,

@@ -63,7 +63,7 @@ def adam_mini_float32_1_tile(
     return term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -176,7 +176,7 @@ def adam_mini_float32_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_1_flat(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -291,7 +291,7 @@ def adam_mini_float32_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -387,7 +387,7 @@ def adam_mini_float32_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_3_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -429,7 +429,7 @@ def adam_mini_float32_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -493,7 +493,7 @@ def adam_mini_float32_small_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -555,7 +555,7 @@ def adam_mini_float32_small_3_tile(
     put(m_ptr, at, m, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -645,7 +645,7 @@ def adam_mini_float32_small_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_small_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -715,7 +715,7 @@ def adam_mini_bfloat16_1_tile(
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -828,7 +828,7 @@ def adam_mini_bfloat16_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_1_flat(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -928,7 +928,7 @@ def adam_mini_bfloat16_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1039,7 +1039,7 @@ def adam_mini_bfloat16_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_3_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1088,7 +1088,7 @@ def adam_mini_bfloat16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1152,7 +1152,7 @@ def adam_mini_bfloat16_small_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1208,7 +1208,7 @@ def adam_mini_bfloat16_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -1321,7 +1321,7 @@ def adam_mini_bfloat16_small_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_small_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -1398,7 +1398,7 @@ def adam_mini_float16_1_tile(
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1511,7 +1511,7 @@ def adam_mini_float16_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(tl.reshape(row_sum_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_1_flat(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1607,7 +1607,7 @@ def adam_mini_float16_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1718,7 +1718,7 @@ def adam_mini_float16_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_3_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1767,7 +1767,7 @@ def adam_mini_float16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1831,7 +1831,7 @@ def adam_mini_float16_small_1(
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adam_mini: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1905,7 +1905,7 @@ def adam_mini_float16_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -2018,7 +2018,7 @@ def adam_mini_float16_small_3(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_small_3_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -2093,7 +2093,7 @@ def adam_mini_float32_no_by_rows_1_tile(
     return term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2255,7 +2255,7 @@ def adam_mini_float32_no_by_rows_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2326,7 +2326,7 @@ def adam_mini_float32_no_by_rows_3(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2409,7 +2409,7 @@ def adam_mini_float32_no_by_rows_small_3_tile(
     put(m_ptr, at, m, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -2501,7 +2501,7 @@ def adam_mini_bfloat16_no_by_rows_1_tile(
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2650,7 +2650,7 @@ def adam_mini_bfloat16_no_by_rows_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2733,7 +2733,7 @@ def adam_mini_bfloat16_no_by_rows_3(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2809,7 +2809,7 @@ def adam_mini_bfloat16_no_by_rows_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
@@ -2926,7 +2926,7 @@ def adam_mini_float16_no_by_rows_1_tile(
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3071,7 +3071,7 @@ def adam_mini_float16_no_by_rows_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3154,7 +3154,7 @@ def adam_mini_float16_no_by_rows_3(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -3248,7 +3248,7 @@ def adam_mini_float16_no_by_rows_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_small_3(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,

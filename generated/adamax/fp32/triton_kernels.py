@@ -47,7 +47,7 @@ def adamax_float32_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32,
@@ -126,7 +126,7 @@ def adamax_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32,
@@ -203,7 +203,7 @@ def adamax_float16_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32,

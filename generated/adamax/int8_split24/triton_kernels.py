@@ -99,7 +99,7 @@ def adamax_float32_tile(
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
@@ -216,7 +216,7 @@ def adamax_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32,
@@ -350,7 +350,7 @@ def adamax_bfloat16_tile(
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
@@ -484,7 +484,7 @@ def adamax_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32,
@@ -660,7 +660,7 @@ def adamax_float16_tile(
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
@@ -812,7 +812,7 @@ def adamax_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamax_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32,

@@ -46,7 +46,7 @@ def adamp_float32_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -186,7 +186,7 @@ def adamp_float32_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -477,7 +477,7 @@ def adamp_float32_7_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -573,7 +573,7 @@ def adamp_float32_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -628,7 +628,7 @@ def adamp_bfloat16_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -768,7 +768,7 @@ def adamp_bfloat16_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1012,7 +1012,7 @@ def adamp_bfloat16_7_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1108,7 +1108,7 @@ def adamp_bfloat16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1163,7 +1163,7 @@ def adamp_float16_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1303,7 +1303,7 @@ def adamp_float16_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1365,7 +1365,7 @@ def adamp_float16_7_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1461,7 +1461,7 @@ def adamp_float16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1517,7 +1517,7 @@ def adamp_float32_no_projected_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1601,7 +1601,7 @@ def adamp_bfloat16_no_projected_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1683,7 +1683,7 @@ def adamp_float16_no_projected_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1757,7 +1757,7 @@ def adamp_float32_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1902,7 +1902,7 @@ def adamp_float32_nesterov_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1972,7 +1972,7 @@ def adamp_float32_nesterov_7_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -2091,7 +2091,7 @@ def adamp_float32_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -2149,7 +2149,7 @@ def adamp_bfloat16_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -2294,7 +2294,7 @@ def adamp_bfloat16_nesterov_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -2369,7 +2369,7 @@ def adamp_bfloat16_nesterov_7_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -2488,7 +2488,7 @@ def adamp_bfloat16_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -2546,7 +2546,7 @@ def adamp_float16_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -2691,7 +2691,7 @@ def adamp_float16_nesterov_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -2764,7 +2764,7 @@ def adamp_float16_nesterov_7_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -2883,7 +2883,7 @@ def adamp_float16_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -2945,7 +2945,7 @@ def adamp_float32_nesterov_no_projected_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, beta1_times_beta1: tl.float32,
@@ -3034,7 +3034,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, beta1_times_beta1: tl.float32,
@@ -3121,7 +3121,7 @@ def adamp_float16_nesterov_no_projected_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, beta1_times_beta1: tl.float32,

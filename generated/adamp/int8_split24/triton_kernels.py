@@ -104,7 +104,7 @@ def adamp_float32_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -276,7 +276,7 @@ def adamp_float32_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -599,7 +599,7 @@ def adamp_float32_7_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -714,7 +714,7 @@ def adamp_float32_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -775,7 +775,7 @@ def adamp_float32_small_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -915,7 +915,7 @@ def adamp_float32_small_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_small_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1045,7 +1045,7 @@ def adamp_float32_small_7_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_small_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1141,7 +1141,7 @@ def adamp_float32_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_small_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1256,7 +1256,7 @@ def adamp_bfloat16_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1430,7 +1430,7 @@ def adamp_bfloat16_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1720,7 +1720,7 @@ def adamp_bfloat16_7_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1852,7 +1852,7 @@ def adamp_bfloat16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1924,7 +1924,7 @@ def adamp_bfloat16_small_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -2066,7 +2066,7 @@ def adamp_bfloat16_small_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_small_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -2212,7 +2212,7 @@ def adamp_bfloat16_small_7_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_small_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2325,7 +2325,7 @@ def adamp_bfloat16_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_small_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2453,7 +2453,7 @@ def adamp_float16_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -2627,7 +2627,7 @@ def adamp_float16_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -2755,7 +2755,7 @@ def adamp_float16_7_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2887,7 +2887,7 @@ def adamp_float16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2966,7 +2966,7 @@ def adamp_float16_small_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -3108,7 +3108,7 @@ def adamp_float16_small_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_small_1_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -3203,7 +3203,7 @@ def adamp_float16_small_7_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_small_7(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3316,7 +3316,7 @@ def adamp_float16_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_small_7_flat(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3435,7 +3435,7 @@ def adamp_float32_no_projected_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -3558,7 +3558,7 @@ def adamp_float32_no_projected_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -3702,7 +3702,7 @@ def adamp_bfloat16_no_projected_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -3843,7 +3843,7 @@ def adamp_bfloat16_no_projected_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -4030,7 +4030,7 @@ def adamp_float16_no_projected_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -4189,7 +4189,7 @@ def adamp_float16_no_projected_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -4305,7 +4305,7 @@ def adamp_float32_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -4473,7 +4473,7 @@ def adamp_float32_nesterov_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -4609,7 +4609,7 @@ def adamp_float32_nesterov_7_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
@@ -4743,7 +4743,7 @@ def adamp_float32_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
@@ -4810,7 +4810,7 @@ def adamp_float32_nesterov_small_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_small_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -4955,7 +4955,7 @@ def adamp_float32_nesterov_small_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_small_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -5025,7 +5025,7 @@ def adamp_float32_nesterov_small_7_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_small_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -5144,7 +5144,7 @@ def adamp_float32_nesterov_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_small_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -5222,7 +5222,7 @@ def adamp_bfloat16_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -5392,7 +5392,7 @@ def adamp_bfloat16_nesterov_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -5536,7 +5536,7 @@ def adamp_bfloat16_nesterov_7_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
@@ -5678,7 +5678,7 @@ def adamp_bfloat16_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
@@ -5750,7 +5750,7 @@ def adamp_bfloat16_nesterov_small_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_small_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -5901,7 +5901,7 @@ def adamp_bfloat16_nesterov_small_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_small_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -5989,7 +5989,7 @@ def adamp_bfloat16_nesterov_small_7_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_small_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -6115,7 +6115,7 @@ def adamp_bfloat16_nesterov_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_small_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -6206,7 +6206,7 @@ def adamp_float16_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -6376,7 +6376,7 @@ def adamp_float16_nesterov_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -6538,7 +6538,7 @@ def adamp_float16_nesterov_7_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
@@ -6680,7 +6680,7 @@ def adamp_float16_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
@@ -6759,7 +6759,7 @@ def adamp_float16_nesterov_small_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_small_1(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -6910,7 +6910,7 @@ def adamp_float16_nesterov_small_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_small_1_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -7016,7 +7016,7 @@ def adamp_float16_nesterov_small_7_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_small_7(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -7142,7 +7142,7 @@ def adamp_float16_nesterov_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_small_7_flat(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, beta1_times_beta1: tl.float32,
@@ -7268,7 +7268,7 @@ def adamp_float32_nesterov_no_projected_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -7391,7 +7391,7 @@ def adamp_float32_nesterov_no_projected_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float32_nesterov_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, beta1_times_beta1: tl.float32,
@@ -7540,7 +7540,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -7683,7 +7683,7 @@ def adamp_bfloat16_nesterov_no_projected_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_bfloat16_nesterov_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, beta1_times_beta1: tl.float32,
@@ -7873,7 +7873,7 @@ def adamp_float16_nesterov_no_projected_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_no_projected(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -8034,7 +8034,7 @@ def adamp_float16_nesterov_no_projected_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamp_float16_nesterov_no_projected_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, beta1_times_beta1: tl.float32,

@@ -67,7 +67,7 @@ def adamw_float32_tile(
     put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32(
     table, work, one_minus_lr_times_weight_decay: tl.float32, beta1_times_one_over_127: tl.float32,
     one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
@@ -219,7 +219,7 @@ def adamw_bfloat16_tile(
     put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16(
     table, work, one_over_127: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
@@ -371,7 +371,7 @@ def adamw_float16_tile(
     put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16(
     table, work, one_over_127: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
@@ -520,7 +520,7 @@ def adamw_float32_amsgrad_tile(
     put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad(
     table, work, sqrt_one_over_255_times_one_over_255: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, beta1_times_one_over_127: tl.float32,
@@ -698,7 +698,7 @@ def adamw_bfloat16_amsgrad_tile(
     put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad(
     table, work, one_over_127: tl.float32, sqrt_one_over_255_times_one_over_255: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, beta1_times_one_over_127: tl.float32,
@@ -878,7 +878,7 @@ def adamw_float16_amsgrad_tile(
     put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad(
     table, work, one_over_127: tl.float32, sqrt_one_over_255_times_one_over_255: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, beta1_times_one_over_127: tl.float32,

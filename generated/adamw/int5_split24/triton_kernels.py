@@ -121,7 +121,7 @@ def adamw_float32_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -254,7 +254,7 @@ def adamw_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -414,7 +414,7 @@ def adamw_bfloat16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -568,7 +568,7 @@ def adamw_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -770,7 +770,7 @@ def adamw_float16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -942,7 +942,7 @@ def adamw_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -1153,7 +1153,7 @@ def adamw_float32_amsgrad_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1302,7 +1302,7 @@ def adamw_float32_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -1498,7 +1498,7 @@ def adamw_bfloat16_amsgrad_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1667,7 +1667,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -1905,7 +1905,7 @@ def adamw_float16_amsgrad_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -2092,7 +2092,7 @@ def adamw_float16_amsgrad_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,

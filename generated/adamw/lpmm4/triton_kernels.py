@@ -105,7 +105,7 @@ def adamw_float32_2_tile(
     return term(exp_avg_sq, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_2(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -267,7 +267,7 @@ def adamw_float32_2(
     tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -433,7 +433,7 @@ def adamw_float32_6_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -547,7 +547,7 @@ def adamw_float32_6(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -646,7 +646,7 @@ def adamw_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -751,7 +751,7 @@ def adamw_float32_vector_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -893,7 +893,7 @@ def adamw_bfloat16_2_tile(
     return term(exp_avg_sq, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_2(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -1055,7 +1055,7 @@ def adamw_bfloat16_2(
     tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -1132,7 +1132,7 @@ def adamw_bfloat16_6_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1246,7 +1246,7 @@ def adamw_bfloat16_6(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1317,7 +1317,7 @@ def adamw_bfloat16_small_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -1426,7 +1426,7 @@ def adamw_bfloat16_vector_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -1566,7 +1566,7 @@ def adamw_float16_2_tile(
     return term(exp_avg_sq, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_2(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -1728,7 +1728,7 @@ def adamw_float16_2(
     tl.store(col_max_for_exp_avg_sq_col_top_ptr + 1536 + lane, exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -1805,7 +1805,7 @@ def adamw_float16_6_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1919,7 +1919,7 @@ def adamw_float16_6(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1988,7 +1988,7 @@ def adamw_float16_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -2095,7 +2095,7 @@ def adamw_float16_vector_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -2289,7 +2289,7 @@ def adamw_float32_amsgrad_2_tile(
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_2(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -2497,7 +2497,7 @@ def adamw_float32_amsgrad_2(
     tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -2720,7 +2720,7 @@ def adamw_float32_amsgrad_6_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2859,7 +2859,7 @@ def adamw_float32_amsgrad_6(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2980,7 +2980,7 @@ def adamw_float32_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -3104,7 +3104,7 @@ def adamw_float32_amsgrad_vector_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -3265,7 +3265,7 @@ def adamw_bfloat16_amsgrad_2_tile(
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_2(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -3473,7 +3473,7 @@ def adamw_bfloat16_amsgrad_2(
     tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -3575,7 +3575,7 @@ def adamw_bfloat16_amsgrad_6_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3714,7 +3714,7 @@ def adamw_bfloat16_amsgrad_6(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3795,7 +3795,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -3923,7 +3923,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -4082,7 +4082,7 @@ def adamw_float16_amsgrad_2_tile(
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_2(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -4290,7 +4290,7 @@ def adamw_float16_amsgrad_2(
     tl.store(col_max_for_max_exp_avg_sq_col_top_ptr + 1536 + lane, max_exp_avg_sq_terms_3, mask=lane < width - 1536)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_2_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -4392,7 +4392,7 @@ def adamw_float16_amsgrad_6_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_6(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -4531,7 +4531,7 @@ def adamw_float16_amsgrad_6(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_6_flat(
     table, work, scalar_2: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -4610,7 +4610,7 @@ def adamw_float16_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -4736,7 +4736,7 @@ def adamw_float16_amsgrad_vector_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,

@@ -75,7 +75,7 @@ def adamw_float32_2_tile(
     return term(exp_avg_sq, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -189,7 +189,7 @@ def adamw_float32_2(
     tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -416,7 +416,7 @@ def adamw_float32_7_tile(
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_7(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -542,7 +542,7 @@ def adamw_float32_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_7_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -612,7 +612,7 @@ def adamw_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -717,7 +717,7 @@ def adamw_float32_vector_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -829,7 +829,7 @@ def adamw_bfloat16_2_tile(
     return term(exp_avg_sq, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -943,7 +943,7 @@ def adamw_bfloat16_2(
     tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -1021,7 +1021,7 @@ def adamw_bfloat16_7_tile(
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_7(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1147,7 +1147,7 @@ def adamw_bfloat16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_7_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1221,7 +1221,7 @@ def adamw_bfloat16_small_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -1330,7 +1330,7 @@ def adamw_bfloat16_vector_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -1442,7 +1442,7 @@ def adamw_float16_2_tile(
     return term(exp_avg_sq, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1556,7 +1556,7 @@ def adamw_float16_2(
     tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -1632,7 +1632,7 @@ def adamw_float16_7_tile(
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_7(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1758,7 +1758,7 @@ def adamw_float16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_7_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1830,7 +1830,7 @@ def adamw_float16_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -1937,7 +1937,7 @@ def adamw_float16_vector_tile(
     put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -2074,7 +2074,7 @@ def adamw_float32_amsgrad_1(table, work, LANES: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2188,7 +2188,7 @@ def adamw_float32_amsgrad_2(
     tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -2289,7 +2289,7 @@ def adamw_float32_amsgrad_7_tile(
     return term(max_exp_avg_sq, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_7(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -2417,7 +2417,7 @@ def adamw_float32_amsgrad_7(
     tl.store(col_sum_for_max_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(max_exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_7_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adamw: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -2651,7 +2651,7 @@ def adamw_float32_amsgrad_12_tile(
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_12(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -2773,7 +2773,7 @@ def adamw_float32_amsgrad_12(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_12_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -2846,7 +2846,7 @@ def adamw_float32_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -2970,7 +2970,7 @@ def adamw_float32_amsgrad_vector_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -3070,7 +3070,7 @@ def adamw_float32_amsgrad_vector(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3184,7 +3184,7 @@ def adamw_bfloat16_amsgrad_2(
     tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -3262,7 +3262,7 @@ def adamw_bfloat16_amsgrad_12_tile(
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_12(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -3384,7 +3384,7 @@ def adamw_bfloat16_amsgrad_12(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_12_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -3461,7 +3461,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -3589,7 +3589,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -3689,7 +3689,7 @@ def adamw_bfloat16_amsgrad_vector(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_2(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3803,7 +3803,7 @@ def adamw_float16_amsgrad_2(
     tl.store(col_sum_for_exp_avg_sq_col_factor_ptr + 768 + lane, tl.sum(exp_avg_sq_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_2_flat(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -3879,7 +3879,7 @@ def adamw_float16_amsgrad_12_tile(
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_12(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -4001,7 +4001,7 @@ def adamw_float16_amsgrad_12(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_12_flat(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -4076,7 +4076,7 @@ def adamw_float16_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -4202,7 +4202,7 @@ def adamw_float16_amsgrad_vector_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_vector(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,

@@ -71,7 +71,7 @@ def adamw_float32_tile(
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -188,7 +188,7 @@ def adamw_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -295,7 +295,7 @@ def adamw_bfloat16_tile(
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -416,7 +416,7 @@ def adamw_bfloat16_small_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -521,7 +521,7 @@ def adamw_float16_tile(
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -640,7 +640,7 @@ def adamw_float16_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -758,7 +758,7 @@ def adamw_float32_amsgrad_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -888,7 +888,7 @@ def adamw_float32_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float32_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -1012,7 +1012,7 @@ def adamw_bfloat16_amsgrad_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -1146,7 +1146,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_bfloat16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
@@ -1268,7 +1268,7 @@ def adamw_float16_amsgrad_tile(
     put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
@@ -1400,7 +1400,7 @@ def adamw_float16_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adamw_float16_amsgrad_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,

@@ -63,7 +63,7 @@ def adan_float32_tile(
     put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -170,7 +170,7 @@ def adan_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -275,7 +275,7 @@ def adan_float16_tile(
     put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,

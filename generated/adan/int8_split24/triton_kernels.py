@@ -153,7 +153,7 @@ def adan_float32_tile(
     put(prev_grad_ptr, at, tl.fma(g_2, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -302,7 +302,7 @@ def adan_float32_small_tile(
     put(exp_avg_diff_ptr, at, exp_avg_diff, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -502,7 +502,7 @@ def adan_bfloat16_tile(
     put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -671,7 +671,7 @@ def adan_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -912,7 +912,7 @@ def adan_float16_tile(
     put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1099,7 +1099,7 @@ def adan_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adan_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,

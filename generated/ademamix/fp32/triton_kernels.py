@@ -54,7 +54,7 @@ def ademamix_float32_tile(
     put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
@@ -145,7 +145,7 @@ def ademamix_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
@@ -234,7 +234,7 @@ def ademamix_float16_tile(
     put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,

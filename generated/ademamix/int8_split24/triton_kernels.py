@@ -136,7 +136,7 @@ def ademamix_float32_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
@@ -270,7 +270,7 @@ def ademamix_float32_small_tile(
     put(exp_avg_slow_ptr, at, exp_avg_slow, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
@@ -446,7 +446,7 @@ def ademamix_bfloat16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
@@ -598,7 +598,7 @@ def ademamix_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
@@ -817,7 +817,7 @@ def ademamix_float16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
@@ -987,7 +987,7 @@ def ademamix_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def ademamix_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,

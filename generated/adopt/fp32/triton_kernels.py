@@ -50,7 +50,7 @@ def adopt_float32_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float32(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -136,7 +136,7 @@ def adopt_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_bfloat16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -220,7 +220,7 @@ def adopt_float16_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -302,7 +302,7 @@ def adopt_float32_decoupled_weight_decay_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float32_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -387,7 +387,7 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_bfloat16_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -470,7 +470,7 @@ def adopt_float16_decoupled_weight_decay_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float16_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,

@@ -101,7 +101,7 @@ def adopt_float32_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float32(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -225,7 +225,7 @@ def adopt_float32_small_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float32_small(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -365,7 +365,7 @@ def adopt_bfloat16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_bfloat16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -505,7 +505,7 @@ def adopt_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_bfloat16_small(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -687,7 +687,7 @@ def adopt_float16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float16(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -845,7 +845,7 @@ def adopt_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float16_small(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -1003,7 +1003,7 @@ def adopt_float32_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float32_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -1124,7 +1124,7 @@ def adopt_float32_decoupled_weight_decay_small_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float32_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -1263,7 +1263,7 @@ def adopt_bfloat16_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_bfloat16_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -1403,7 +1403,7 @@ def adopt_bfloat16_decoupled_weight_decay_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_bfloat16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -1585,7 +1585,7 @@ def adopt_float16_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float16_decoupled_weight_decay(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,
@@ -1743,7 +1743,7 @@ def adopt_float16_decoupled_weight_decay_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def adopt_float16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32,

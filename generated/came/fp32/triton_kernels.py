@@ -37,7 +37,7 @@ def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -120,7 +120,7 @@ def came_float32_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -326,7 +326,7 @@ def came_float32_6_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -418,7 +418,7 @@ def came_float32_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -568,7 +568,7 @@ def came_float32_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -690,7 +690,7 @@ def came_float32_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -915,7 +915,7 @@ def came_float32_15_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1004,7 +1004,7 @@ def came_float32_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1043,7 +1043,7 @@ def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1126,7 +1126,7 @@ def came_bfloat16_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1160,7 +1160,7 @@ def came_bfloat16_6_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1252,7 +1252,7 @@ def came_bfloat16_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1301,7 +1301,7 @@ def came_bfloat16_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1423,7 +1423,7 @@ def came_bfloat16_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1478,7 +1478,7 @@ def came_bfloat16_15_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1567,7 +1567,7 @@ def came_bfloat16_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1606,7 +1606,7 @@ def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1689,7 +1689,7 @@ def came_float16_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1723,7 +1723,7 @@ def came_float16_6_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1815,7 +1815,7 @@ def came_float16_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1864,7 +1864,7 @@ def came_float16_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1986,7 +1986,7 @@ def came_float16_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2039,7 +2039,7 @@ def came_float16_15_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2128,7 +2128,7 @@ def came_float16_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2175,7 +2175,7 @@ def came_float32_no_factored_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2275,7 +2275,7 @@ def came_float32_no_factored_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
@@ -2352,7 +2352,7 @@ def came_bfloat16_no_factored_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2436,7 +2436,7 @@ def came_bfloat16_no_factored_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
@@ -2513,7 +2513,7 @@ def came_float16_no_factored_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2595,7 +2595,7 @@ def came_float16_no_factored_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,

@@ -37,7 +37,7 @@ def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -120,7 +120,7 @@ def came_float32_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -326,7 +326,7 @@ def came_float32_6_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -418,7 +418,7 @@ def came_float32_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -593,7 +593,7 @@ def came_float32_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -743,7 +743,7 @@ def came_float32_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -989,7 +989,7 @@ def came_float32_15_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1093,7 +1093,7 @@ def came_float32_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1129,7 +1129,7 @@ def came_float32_15_flat(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1212,7 +1212,7 @@ def came_float32_small_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1279,7 +1279,7 @@ def came_float32_small_2(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1371,7 +1371,7 @@ def came_float32_small_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1455,7 +1455,7 @@ def came_float32_small_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1577,7 +1577,7 @@ def came_float32_small_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1677,7 +1677,7 @@ def came_float32_small_15_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1766,7 +1766,7 @@ def came_float32_small_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_small_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1805,7 +1805,7 @@ def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1888,7 +1888,7 @@ def came_bfloat16_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1970,7 +1970,7 @@ def came_bfloat16_6_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -2062,7 +2062,7 @@ def came_bfloat16_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -2171,7 +2171,7 @@ def came_bfloat16_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2321,7 +2321,7 @@ def came_bfloat16_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2457,7 +2457,7 @@ def came_bfloat16_15_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2578,7 +2578,7 @@ def came_bfloat16_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2621,7 +2621,7 @@ def came_bfloat16_15_flat(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -2704,7 +2704,7 @@ def came_bfloat16_small_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -2723,7 +2723,7 @@ def came_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constex
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -2815,7 +2815,7 @@ def came_bfloat16_small_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -2864,7 +2864,7 @@ def came_bfloat16_small_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2986,7 +2986,7 @@ def came_bfloat16_small_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3054,7 +3054,7 @@ def came_bfloat16_small_15_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3164,7 +3164,7 @@ def came_bfloat16_small_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_small_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3210,7 +3210,7 @@ def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -3293,7 +3293,7 @@ def came_float16_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -3327,7 +3327,7 @@ def came_float16_6_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -3419,7 +3419,7 @@ def came_float16_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -3493,7 +3493,7 @@ def came_float16_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3643,7 +3643,7 @@ def came_float16_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(tl.reshape(row_mul_3_mul_terms_3, [ROWS, 256]), 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3749,7 +3749,7 @@ def came_float16_15_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3870,7 +3870,7 @@ def came_float16_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3913,7 +3913,7 @@ def came_float16_15_flat(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -3996,7 +3996,7 @@ def came_float16_small_1(
     tl.store(col_sum_for_exp_avg_sq_col_ptr + 768 + lane, tl.sum(g_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -4015,7 +4015,7 @@ def came_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_6(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -4107,7 +4107,7 @@ def came_float16_small_6(
         tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -4156,7 +4156,7 @@ def came_float16_small_10_tile(
     return term(row_mul_3_fma, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_10(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -4278,7 +4278,7 @@ def came_float16_small_10(
     tl.store(col_sum_for_exp_avg_res_col_ptr + 768 + lane, tl.sum(row_mul_3_mul_terms_3, 0), mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_10_flat(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -4364,7 +4364,7 @@ def came_float16_small_15_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_15(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -4474,7 +4474,7 @@ def came_float16_small_15(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_small_15_flat(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -4538,7 +4538,7 @@ def came_float32_no_factored_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -4715,7 +4715,7 @@ def came_float32_no_factored_3_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
@@ -4831,7 +4831,7 @@ def came_float32_no_factored_small_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_no_factored_small_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -4931,7 +4931,7 @@ def came_float32_no_factored_small_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float32_no_factored_small_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
@@ -5018,7 +5018,7 @@ def came_bfloat16_no_factored_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -5203,7 +5203,7 @@ def came_bfloat16_no_factored_3_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
@@ -5323,7 +5323,7 @@ def came_bfloat16_no_factored_small_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_no_factored_small_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -5438,7 +5438,7 @@ def came_bfloat16_no_factored_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_bfloat16_no_factored_small_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
@@ -5551,7 +5551,7 @@ def came_float16_no_factored_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -5734,7 +5734,7 @@ def came_float16_no_factored_3_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_no_factored_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
@@ -5854,7 +5854,7 @@ def came_float16_no_factored_small_1_tile(
     return term(g_mul, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_no_factored_small_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -5967,7 +5967,7 @@ def came_float16_no_factored_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def came_float16_no_factored_small_3(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
     grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,

@@ -57,7 +57,7 @@ def cautious_adamw_float32_1_tile(
     return term(agrees, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_float32_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -262,7 +262,7 @@ def cautious_adamw_float32_3_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_float32_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -375,7 +375,7 @@ def cautious_adamw_float32_small_1_tile(
     return term(agrees, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_float32_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -471,7 +471,7 @@ def cautious_adamw_float32_small_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_float32_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -560,7 +560,7 @@ def cautious_adamw_bfloat16_1_tile(
     return term(agrees, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_bfloat16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -756,7 +756,7 @@ def cautious_adamw_bfloat16_3_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_bfloat16_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -874,7 +874,7 @@ def cautious_adamw_bfloat16_small_1_tile(
     return term(agrees, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_bfloat16_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -985,7 +985,7 @@ def cautious_adamw_bfloat16_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_bfloat16_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1099,7 +1099,7 @@ def cautious_adamw_float16_1_tile(
     return term(agrees, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_float16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1296,7 +1296,7 @@ def cautious_adamw_float16_3_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_float16_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1414,7 +1414,7 @@ def cautious_adamw_float16_small_1_tile(
     return term(agrees, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_float16_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1526,7 +1526,7 @@ def cautious_adamw_float16_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_float16_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,

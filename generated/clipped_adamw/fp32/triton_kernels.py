@@ -31,7 +31,7 @@ def clipped_adamw_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, M
     return term(grad_scale_times_grad_scale * g, at, live, MASKED), term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -171,7 +171,7 @@ def clipped_adamw_float32_4_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -239,7 +239,7 @@ def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, 
     return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -316,7 +316,7 @@ def clipped_adamw_bfloat16_4_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -384,7 +384,7 @@ def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, M
     return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -459,7 +459,7 @@ def clipped_adamw_float16_4_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -517,7 +517,7 @@ def clipped_adamw_float16_4(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -629,7 +629,7 @@ def clipped_adamw_float32_amsgrad_4_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -690,7 +690,7 @@ def clipped_adamw_float32_amsgrad_4(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -772,7 +772,7 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -833,7 +833,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -913,7 +913,7 @@ def clipped_adamw_float16_amsgrad_4_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,

@@ -31,7 +31,7 @@ def clipped_adamw_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, M
     return term(grad_scale_times_grad_scale * g, at, live, MASKED), term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -228,7 +228,7 @@ def clipped_adamw_float32_4_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -326,7 +326,7 @@ def clipped_adamw_float32_4(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -431,7 +431,7 @@ def clipped_adamw_float32_small_4_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -499,7 +499,7 @@ def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, 
     return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -668,7 +668,7 @@ def clipped_adamw_bfloat16_4_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -768,7 +768,7 @@ def clipped_adamw_bfloat16_4(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -891,7 +891,7 @@ def clipped_adamw_bfloat16_small_4_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -982,7 +982,7 @@ def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, M
     return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1137,7 +1137,7 @@ def clipped_adamw_float16_4_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1237,7 +1237,7 @@ def clipped_adamw_float16_4(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1344,7 +1344,7 @@ def clipped_adamw_float16_small_4_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1425,7 +1425,7 @@ def clipped_adamw_float16_small_4(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1616,7 +1616,7 @@ def clipped_adamw_float32_amsgrad_4_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1720,7 +1720,7 @@ def clipped_adamw_float32_amsgrad_4(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1798,7 +1798,7 @@ def clipped_adamw_float32_amsgrad_small_4_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_amsgrad_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1859,7 +1859,7 @@ def clipped_adamw_float32_amsgrad_small_4(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2057,7 +2057,7 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -2164,7 +2164,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2257,7 +2257,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_amsgrad_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -2343,7 +2343,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2525,7 +2525,7 @@ def clipped_adamw_float16_amsgrad_4_tile(
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_amsgrad_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -2632,7 +2632,7 @@ def clipped_adamw_float16_amsgrad_4(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2743,7 +2743,7 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_amsgrad_small_4(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,

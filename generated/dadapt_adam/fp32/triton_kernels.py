@@ -113,10 +113,10 @@ def dadapt_adam_float32_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float32_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -154,35 +154,35 @@ def dadapt_adam_float32_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_2_tile(
+        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -321,10 +321,10 @@ def dadapt_adam_bfloat16_2_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_bfloat16_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -362,35 +362,35 @@ def dadapt_adam_bfloat16_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_2_tile(
+        tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -429,10 +429,10 @@ def dadapt_adam_float16_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float16_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -470,35 +470,35 @@ def dadapt_adam_float16_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_2_tile(
+        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -589,10 +589,10 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float32_use_bias_correction_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -630,35 +630,35 @@ def dadapt_adam_float32_use_bias_correction_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
+        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -756,10 +756,10 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_bfloat16_use_bias_correction_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -797,35 +797,35 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+        tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -864,10 +864,10 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float16_use_bias_correction_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -905,35 +905,35 @@ def dadapt_adam_float16_use_bias_correction_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
+        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 

@@ -189,10 +189,10 @@ def dadapt_adam_float32_2_tile(
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float32_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -242,14 +242,14 @@ def dadapt_adam_float32_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -269,7 +269,7 @@ def dadapt_adam_float32_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -279,11 +279,11 @@ def dadapt_adam_float32_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -291,13 +291,13 @@ def dadapt_adam_float32_2(
                 beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -307,7 +307,7 @@ def dadapt_adam_float32_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -467,10 +467,10 @@ def dadapt_adam_float32_small_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float32_small_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -508,35 +508,35 @@ def dadapt_adam_float32_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -724,10 +724,10 @@ def dadapt_adam_bfloat16_2_tile(
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_bfloat16_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -778,14 +778,14 @@ def dadapt_adam_bfloat16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -806,7 +806,7 @@ def dadapt_adam_bfloat16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -817,11 +817,11 @@ def dadapt_adam_bfloat16_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -830,13 +830,13 @@ def dadapt_adam_bfloat16_2(
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -846,7 +846,7 @@ def dadapt_adam_bfloat16_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -964,10 +964,10 @@ def dadapt_adam_bfloat16_small_2_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_bfloat16_small_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1006,13 +1006,13 @@ def dadapt_adam_bfloat16_small_2(
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -1028,7 +1028,7 @@ def dadapt_adam_bfloat16_small_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -1036,30 +1036,30 @@ def dadapt_adam_bfloat16_small_2(
                     beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
-                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
                     eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1240,10 +1240,10 @@ def dadapt_adam_float16_2_tile(
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float16_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1294,14 +1294,14 @@ def dadapt_adam_float16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1322,7 +1322,7 @@ def dadapt_adam_float16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -1333,11 +1333,11 @@ def dadapt_adam_float16_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -1346,13 +1346,13 @@ def dadapt_adam_float16_2(
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -1362,7 +1362,7 @@ def dadapt_adam_float16_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -1432,10 +1432,10 @@ def dadapt_adam_float16_small_2_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float16_small_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1474,13 +1474,13 @@ def dadapt_adam_float16_small_2(
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -1496,7 +1496,7 @@ def dadapt_adam_float16_small_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -1504,30 +1504,30 @@ def dadapt_adam_float16_small_2(
                     beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
-                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
                     eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1694,10 +1694,10 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float32_use_bias_correction_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1747,14 +1747,14 @@ def dadapt_adam_float32_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1774,7 +1774,7 @@ def dadapt_adam_float32_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -1784,11 +1784,11 @@ def dadapt_adam_float32_use_bias_correction_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -1796,13 +1796,13 @@ def dadapt_adam_float32_use_bias_correction_2(
                 beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float32_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -1812,7 +1812,7 @@ def dadapt_adam_float32_use_bias_correction_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -1931,10 +1931,10 @@ def dadapt_adam_float32_use_bias_correction_small_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float32_use_bias_correction_small_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1972,35 +1972,35 @@ def dadapt_adam_float32_use_bias_correction_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
             one_minus_beta1_times_rate_ptr, at, at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float32_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2169,10 +2169,10 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_bfloat16_use_bias_correction_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2223,14 +2223,14 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2251,7 +2251,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -2262,11 +2262,11 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -2275,13 +2275,13 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -2291,7 +2291,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -2390,10 +2390,10 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_bfloat16_use_bias_correction_small_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2432,13 +2432,13 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -2454,7 +2454,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -2462,30 +2462,30 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                     beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
-                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
                     eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2647,10 +2647,10 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None], at, live, MASKED), term(g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float16_use_bias_correction_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2701,14 +2701,14 @@ def dadapt_adam_float16_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2729,7 +2729,7 @@ def dadapt_adam_float16_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -2740,11 +2740,11 @@ def dadapt_adam_float16_use_bias_correction_2(
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
+            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -2753,13 +2753,13 @@ def dadapt_adam_float16_use_bias_correction_2(
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = dadapt_adam_float16_use_bias_correction_2_tile(
+                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -2769,7 +2769,7 @@ def dadapt_adam_float16_use_bias_correction_2(
                     stream_key, True,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -2839,10 +2839,10 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_float16_use_bias_correction_small_2(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     scalar_0_2: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2881,13 +2881,13 @@ def dadapt_adam_float16_use_bias_correction_small_2(
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -2903,7 +2903,7 @@ def dadapt_adam_float16_use_bias_correction_small_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
@@ -2911,30 +2911,30 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                     beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
-                tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
+                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
                     eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 

@@ -46,7 +46,7 @@ def lamb_float32_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float32_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -177,7 +177,7 @@ def lamb_float32_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float32_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -250,7 +250,7 @@ def lamb_bfloat16_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_bfloat16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -336,7 +336,7 @@ def lamb_bfloat16_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_bfloat16_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -409,7 +409,7 @@ def lamb_float16_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -493,7 +493,7 @@ def lamb_float16_3_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float16_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,

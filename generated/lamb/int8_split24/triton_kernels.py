@@ -103,7 +103,7 @@ def lamb_float32_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float32_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -296,7 +296,7 @@ def lamb_float32_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float32_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -398,7 +398,7 @@ def lamb_float32_small_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float32_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -501,7 +501,7 @@ def lamb_float32_small_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float32_small_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -633,7 +633,7 @@ def lamb_bfloat16_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_bfloat16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -816,7 +816,7 @@ def lamb_bfloat16_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_bfloat16_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -936,7 +936,7 @@ def lamb_bfloat16_small_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_bfloat16_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -1055,7 +1055,7 @@ def lamb_bfloat16_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_bfloat16_small_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1218,7 +1218,7 @@ def lamb_float16_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -1399,7 +1399,7 @@ def lamb_float16_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float16_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1526,7 +1526,7 @@ def lamb_float16_small_1_tile(
     return term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float16_small_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -1643,7 +1643,7 @@ def lamb_float16_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lamb_float16_small_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,

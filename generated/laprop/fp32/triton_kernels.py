@@ -48,7 +48,7 @@ def laprop_float32_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
@@ -133,7 +133,7 @@ def laprop_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
@@ -216,7 +216,7 @@ def laprop_float16_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,

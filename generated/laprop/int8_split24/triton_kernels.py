@@ -99,7 +99,7 @@ def laprop_float32_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
@@ -221,7 +221,7 @@ def laprop_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
@@ -359,7 +359,7 @@ def laprop_bfloat16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
@@ -500,7 +500,7 @@ def laprop_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
@@ -680,7 +680,7 @@ def laprop_float16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
@@ -839,7 +839,7 @@ def laprop_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def laprop_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
     eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,

@@ -30,7 +30,7 @@ def lars_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(p, at, live, MASKED), term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lars_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -152,7 +152,7 @@ def lars_float32_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lars_float32_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -211,7 +211,7 @@ def lars_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lars_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -285,7 +285,7 @@ def lars_bfloat16_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lars_bfloat16_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -344,7 +344,7 @@ def lars_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lars_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -416,7 +416,7 @@ def lars_float16_3_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lars_float16_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,

@@ -68,7 +68,7 @@ def lion_float32_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lion_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
@@ -177,7 +177,7 @@ def lion_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lion_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
@@ -281,7 +281,7 @@ def lion_bfloat16_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lion_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
@@ -408,7 +408,7 @@ def lion_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lion_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
@@ -554,7 +554,7 @@ def lion_float16_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lion_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
@@ -699,7 +699,7 @@ def lion_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def lion_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,

@@ -55,7 +55,7 @@ def madgrad_float32_tile(
     put(p_ptr, at, z, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def madgrad_float32(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -139,7 +139,7 @@ def madgrad_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def madgrad_bfloat16(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -221,7 +221,7 @@ def madgrad_float16_tile(
     put(p_ptr, at, z.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def madgrad_float16(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -300,7 +300,7 @@ def madgrad_float32_has_momentum_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def madgrad_float32_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -385,7 +385,7 @@ def madgrad_bfloat16_has_momentum_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def madgrad_bfloat16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -468,7 +468,7 @@ def madgrad_float16_has_momentum_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def madgrad_float16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,

@@ -43,7 +43,7 @@ def mars_float32_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float32_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -167,7 +167,7 @@ def mars_float32_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float32_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
@@ -251,7 +251,7 @@ def mars_bfloat16_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_bfloat16_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -342,7 +342,7 @@ def mars_bfloat16_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_bfloat16_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
@@ -426,7 +426,7 @@ def mars_float16_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float16_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -515,7 +515,7 @@ def mars_float16_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float16_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,

@@ -49,7 +49,7 @@ def mars_float32_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float32_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -270,7 +270,7 @@ def mars_float32_3_tile(
     put(last_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float32_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
@@ -398,7 +398,7 @@ def mars_float32_small_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float32_small_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -504,7 +504,7 @@ def mars_float32_small_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float32_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
@@ -594,7 +594,7 @@ def mars_bfloat16_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_bfloat16_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -803,7 +803,7 @@ def mars_bfloat16_3_tile(
     put(last_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_bfloat16_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
@@ -934,7 +934,7 @@ def mars_bfloat16_small_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_bfloat16_small_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1054,7 +1054,7 @@ def mars_bfloat16_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_bfloat16_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
@@ -1170,7 +1170,7 @@ def mars_float16_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float16_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1379,7 +1379,7 @@ def mars_float16_3_tile(
     put(last_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float16_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
@@ -1510,7 +1510,7 @@ def mars_float16_small_1_tile(
     return term(c, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float16_small_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1630,7 +1630,7 @@ def mars_float16_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def mars_float16_small_3(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,

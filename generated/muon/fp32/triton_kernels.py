@@ -72,7 +72,7 @@ def muon_float32_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -137,7 +137,7 @@ def muon_float32_4_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -202,7 +202,7 @@ def muon_bfloat16_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -270,7 +270,7 @@ def muon_bfloat16_4_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -335,7 +335,7 @@ def muon_float16_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -401,7 +401,7 @@ def muon_float16_4_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -469,7 +469,7 @@ def muon_float32_no_matrix_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -552,7 +552,7 @@ def muon_bfloat16_no_matrix_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -633,7 +633,7 @@ def muon_float16_no_matrix_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -738,7 +738,7 @@ def muon_float32_no_nesterov_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -802,7 +802,7 @@ def muon_bfloat16_no_nesterov_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -866,7 +866,7 @@ def muon_float16_no_nesterov_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,

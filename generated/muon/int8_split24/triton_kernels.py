@@ -95,7 +95,7 @@ def muon_float32_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -197,7 +197,7 @@ def muon_float32_4_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -278,7 +278,7 @@ def muon_float32_small_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -324,7 +324,7 @@ def muon_float32_small_2(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_small_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -426,7 +426,7 @@ def muon_bfloat16_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -542,7 +542,7 @@ def muon_bfloat16_4_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -630,7 +630,7 @@ def muon_bfloat16_small_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -709,7 +709,7 @@ def muon_bfloat16_small_4_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_small_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -819,7 +819,7 @@ def muon_float16_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -953,7 +953,7 @@ def muon_float16_4_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1041,7 +1041,7 @@ def muon_float16_small_2_tile(
     put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1138,7 +1138,7 @@ def muon_float16_small_4_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_small_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1281,7 +1281,7 @@ def muon_float32_no_matrix_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -1403,7 +1403,7 @@ def muon_float32_no_matrix_small_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_no_matrix_small(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -1541,7 +1541,7 @@ def muon_bfloat16_no_matrix_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -1680,7 +1680,7 @@ def muon_bfloat16_no_matrix_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_no_matrix_small(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -1860,7 +1860,7 @@ def muon_float16_no_matrix_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -2017,7 +2017,7 @@ def muon_float16_no_matrix_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_no_matrix_small(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -2203,7 +2203,7 @@ def muon_float32_no_nesterov_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2304,7 +2304,7 @@ def muon_float32_no_nesterov_small_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float32_no_nesterov_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2391,7 +2391,7 @@ def muon_bfloat16_no_nesterov_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2492,7 +2492,7 @@ def muon_bfloat16_no_nesterov_small_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_bfloat16_no_nesterov_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2579,7 +2579,7 @@ def muon_float16_no_nesterov_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2680,7 +2680,7 @@ def muon_float16_no_nesterov_small_2_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def muon_float16_no_nesterov_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,

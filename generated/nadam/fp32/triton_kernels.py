@@ -47,7 +47,7 @@ def nadam_float32_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -127,7 +127,7 @@ def nadam_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -205,7 +205,7 @@ def nadam_float16_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -283,7 +283,7 @@ def nadam_float32_decoupled_weight_decay_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float32_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -366,7 +366,7 @@ def nadam_bfloat16_decoupled_weight_decay_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_bfloat16_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -447,7 +447,7 @@ def nadam_float16_decoupled_weight_decay_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float16_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,

@@ -105,7 +105,7 @@ def nadam_float32_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
@@ -222,7 +222,7 @@ def nadam_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -363,7 +363,7 @@ def nadam_bfloat16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
@@ -499,7 +499,7 @@ def nadam_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -682,7 +682,7 @@ def nadam_float16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
@@ -836,7 +836,7 @@ def nadam_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -994,7 +994,7 @@ def nadam_float32_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float32_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1115,7 +1115,7 @@ def nadam_float32_decoupled_weight_decay_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float32_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1258,7 +1258,7 @@ def nadam_bfloat16_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_bfloat16_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1397,7 +1397,7 @@ def nadam_bfloat16_decoupled_weight_decay_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_bfloat16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1583,7 +1583,7 @@ def nadam_float16_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float16_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
@@ -1740,7 +1740,7 @@ def nadam_float16_decoupled_weight_decay_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def nadam_float16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,

@@ -40,7 +40,7 @@ def normuon_float32_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -97,7 +97,7 @@ def normuon_float32_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
     return term(direction, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -161,7 +161,7 @@ def normuon_float32_3(
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -241,10 +241,10 @@ def normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live_
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     # -- encode and store
-    return term(direction * direction, at, live, MASKED), term(row_mul_2, at, live, MASKED)
+    return term(direction * direction * row_mul_2, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -277,22 +277,22 @@ def normuon_float32_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -300,33 +300,33 @@ def normuon_float32_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_term_0 = row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -344,10 +344,8 @@ def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, 
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
-            direction_ptr, row_mul_2_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        row_sum_term = normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live, True)
+        put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
@@ -488,7 +486,7 @@ def normuon_float32_10_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -567,7 +565,7 @@ def normuon_float32_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -610,7 +608,7 @@ def normuon_bfloat16_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -677,7 +675,7 @@ def normuon_bfloat16_10_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -756,7 +754,7 @@ def normuon_bfloat16_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -799,7 +797,7 @@ def normuon_float16_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -864,7 +862,7 @@ def normuon_float16_10_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -943,7 +941,7 @@ def normuon_float16_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -993,7 +991,7 @@ def normuon_float32_no_matrix_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -1076,7 +1074,7 @@ def normuon_bfloat16_no_matrix_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -1157,7 +1155,7 @@ def normuon_float16_no_matrix_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,

@@ -63,7 +63,7 @@ def normuon_float32_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -157,7 +157,7 @@ def normuon_float32_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
     return term(direction, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -221,7 +221,7 @@ def normuon_float32_3(
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -301,10 +301,10 @@ def normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live_
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     # -- encode and store
-    return term(direction * direction, at, live, MASKED), term(row_mul_2, at, live, MASKED)
+    return term(direction * direction * row_mul_2, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -337,22 +337,22 @@ def normuon_float32_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -360,33 +360,33 @@ def normuon_float32_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_term_0 = row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -404,10 +404,8 @@ def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, 
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
-            direction_ptr, row_mul_2_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        row_sum_term = normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live, True)
+        put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
@@ -548,7 +546,7 @@ def normuon_float32_10_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -627,7 +625,7 @@ def normuon_float32_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -670,7 +668,7 @@ def normuon_float32_small_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -716,7 +714,7 @@ def normuon_float32_small_1(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -780,7 +778,7 @@ def normuon_float32_small_3(
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -820,7 +818,7 @@ def normuon_float32_small_4(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -853,22 +851,22 @@ def normuon_float32_small_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -876,33 +874,33 @@ def normuon_float32_small_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_term_0 = row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -920,10 +918,8 @@ def normuon_float32_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.const
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
-            direction_ptr, row_mul_2_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        row_sum_term = normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live, True)
+        put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
@@ -966,7 +962,7 @@ def normuon_float32_small_6(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1045,7 +1041,7 @@ def normuon_float32_small_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -1111,7 +1107,7 @@ def normuon_bfloat16_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1194,7 +1190,7 @@ def normuon_bfloat16_1(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1258,7 +1254,7 @@ def normuon_bfloat16_3(
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1298,7 +1294,7 @@ def normuon_bfloat16_4(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1331,22 +1327,22 @@ def normuon_bfloat16_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -1354,33 +1350,33 @@ def normuon_bfloat16_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = row_sum_term * row_sum_term_by
+        row_sum_term_0 = row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
         )
-        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
+        row_sum_term_0 = row_sum_term_0 + row_sum_term
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1398,10 +1394,8 @@ def normuon_bfloat16_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr,
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term, row_sum_term_by = normuon_float32_5_tile(
-            direction_ptr, row_mul_2_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
+        row_sum_term = normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live, True)
+        put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
@@ -1477,7 +1471,7 @@ def normuon_bfloat16_10_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1571,7 +1565,7 @@ def normuon_bfloat16_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -1621,7 +1615,7 @@ def normuon_bfloat16_small_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_small_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1700,7 +1694,7 @@ def normuon_bfloat16_small_10_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1794,7 +1788,7 @@ def normuon_bfloat16_small_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -1867,7 +1861,7 @@ def normuon_float16_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2001,7 +1995,7 @@ def normuon_float16_10_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2095,7 +2089,7 @@ def normuon_float16_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -2145,7 +2139,7 @@ def normuon_float16_small_1_tile(
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_small_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2242,7 +2236,7 @@ def normuon_float16_small_10_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_small_10(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2336,7 +2330,7 @@ def normuon_float16_small_10(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_small_10_flat(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr,
@@ -2445,7 +2439,7 @@ def normuon_float32_no_matrix_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -2567,7 +2561,7 @@ def normuon_float32_no_matrix_small_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float32_no_matrix_small(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -2705,7 +2699,7 @@ def normuon_bfloat16_no_matrix_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -2844,7 +2838,7 @@ def normuon_bfloat16_no_matrix_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_bfloat16_no_matrix_small(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
@@ -3024,7 +3018,7 @@ def normuon_float16_no_matrix_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_no_matrix(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
@@ -3181,7 +3175,7 @@ def normuon_float16_no_matrix_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def normuon_float16_no_matrix_small(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,

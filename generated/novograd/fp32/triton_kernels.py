@@ -31,7 +31,7 @@ def novograd_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -139,7 +139,7 @@ def novograd_float32_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -196,7 +196,7 @@ def novograd_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -259,7 +259,7 @@ def novograd_bfloat16_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -316,7 +316,7 @@ def novograd_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -377,7 +377,7 @@ def novograd_float16_3_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -445,7 +445,7 @@ def novograd_float32_grad_averaging_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_grad_averaging_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -518,7 +518,7 @@ def novograd_bfloat16_grad_averaging_3_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_grad_averaging_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -589,7 +589,7 @@ def novograd_float16_grad_averaging_3_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_grad_averaging_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,

@@ -31,7 +31,7 @@ def novograd_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -164,7 +164,7 @@ def novograd_float32_3_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -249,7 +249,7 @@ def novograd_float32_3(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -330,7 +330,7 @@ def novograd_float32_small_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_small_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -387,7 +387,7 @@ def novograd_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -499,7 +499,7 @@ def novograd_bfloat16_3_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -588,7 +588,7 @@ def novograd_bfloat16_3(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -662,7 +662,7 @@ def novograd_bfloat16_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_small_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -743,7 +743,7 @@ def novograd_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -852,7 +852,7 @@ def novograd_float16_3_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -941,7 +941,7 @@ def novograd_float16_3(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1033,7 +1033,7 @@ def novograd_float16_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_small_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1150,7 +1150,7 @@ def novograd_float32_grad_averaging_3_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_grad_averaging_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1260,7 +1260,7 @@ def novograd_float32_grad_averaging_small_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_grad_averaging_small_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1361,7 +1361,7 @@ def novograd_bfloat16_grad_averaging_3_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_grad_averaging_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1488,7 +1488,7 @@ def novograd_bfloat16_grad_averaging_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_grad_averaging_small_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1633,7 +1633,7 @@ def novograd_float16_grad_averaging_3_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_grad_averaging_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1778,7 +1778,7 @@ def novograd_float16_grad_averaging_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_grad_averaging_small_3(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,

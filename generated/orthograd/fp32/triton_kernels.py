@@ -28,7 +28,7 @@ def orthograd_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -158,7 +158,7 @@ def orthograd_float32_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MAS
     return term(tangent, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -270,7 +270,7 @@ def orthograd_float32_5_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -327,7 +327,7 @@ def orthograd_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -403,7 +403,7 @@ def orthograd_bfloat16_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MA
     return term(tangent, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -474,7 +474,7 @@ def orthograd_bfloat16_5_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -531,7 +531,7 @@ def orthograd_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -607,7 +607,7 @@ def orthograd_float16_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MAS
     return term(tangent, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -676,7 +676,7 @@ def orthograd_float16_5_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -721,7 +721,7 @@ def orthograd_float16_5(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -806,7 +806,7 @@ def orthograd_float32_has_momentum_2(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -900,7 +900,7 @@ def orthograd_float32_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
@@ -953,7 +953,7 @@ def orthograd_float32_has_momentum_5(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1014,7 +1014,7 @@ def orthograd_bfloat16_has_momentum_1(
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1092,7 +1092,7 @@ def orthograd_bfloat16_has_momentum_5_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
@@ -1145,7 +1145,7 @@ def orthograd_bfloat16_has_momentum_5(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1206,7 +1206,7 @@ def orthograd_float16_has_momentum_1(
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1282,7 +1282,7 @@ def orthograd_float16_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
@@ -1362,7 +1362,7 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_nesterov_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -1446,7 +1446,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_nesterov_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -1528,7 +1528,7 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_nesterov_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,

@@ -28,7 +28,7 @@ def orthograd_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     return term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -158,7 +158,7 @@ def orthograd_float32_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MAS
     return term(tangent, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -270,7 +270,7 @@ def orthograd_float32_5_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -329,7 +329,7 @@ def orthograd_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl
     return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -436,7 +436,7 @@ def orthograd_bfloat16_3_tile(
     return term(tangent, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -540,7 +540,7 @@ def orthograd_bfloat16_5_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -630,7 +630,7 @@ def orthograd_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
     return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -720,7 +720,7 @@ def orthograd_float16_3_tile(
     return term(tangent, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -823,7 +823,7 @@ def orthograd_float16_5_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -892,7 +892,7 @@ def orthograd_float16_5(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -977,7 +977,7 @@ def orthograd_float32_has_momentum_2(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1092,7 +1092,7 @@ def orthograd_float32_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1182,7 +1182,7 @@ def orthograd_float32_has_momentum_5(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1243,7 +1243,7 @@ def orthograd_float32_has_momentum_small_1(
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_small_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1318,7 +1318,7 @@ def orthograd_float32_has_momentum_small_5_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
@@ -1371,7 +1371,7 @@ def orthograd_float32_has_momentum_small_5(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1459,7 +1459,7 @@ def orthograd_bfloat16_has_momentum_2(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1583,7 +1583,7 @@ def orthograd_bfloat16_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1676,7 +1676,7 @@ def orthograd_bfloat16_has_momentum_5(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1740,7 +1740,7 @@ def orthograd_bfloat16_has_momentum_small_1(
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_small_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1832,7 +1832,7 @@ def orthograd_bfloat16_has_momentum_small_5_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
@@ -1913,7 +1913,7 @@ def orthograd_bfloat16_has_momentum_small_5(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1977,7 +1977,7 @@ def orthograd_float16_has_momentum_1(
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2100,7 +2100,7 @@ def orthograd_float16_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -2193,7 +2193,7 @@ def orthograd_float16_has_momentum_5(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2257,7 +2257,7 @@ def orthograd_float16_has_momentum_small_1(
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_small_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2367,7 +2367,7 @@ def orthograd_float16_has_momentum_small_5_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
@@ -2498,7 +2498,7 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_nesterov_has_momentum_5(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -2615,7 +2615,7 @@ def orthograd_float32_nesterov_has_momentum_small_5_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_nesterov_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -2725,7 +2725,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_nesterov_has_momentum_5(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -2861,7 +2861,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_nesterov_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -3013,7 +3013,7 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_nesterov_has_momentum_5(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -3167,7 +3167,7 @@ def orthograd_float16_nesterov_has_momentum_small_5_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_nesterov_has_momentum_small_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,

@@ -109,10 +109,10 @@ def prodigy_float32_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -145,31 +145,31 @@ def prodigy_float32_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
             grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -311,7 +311,7 @@ def prodigy_float32_5_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -387,10 +387,10 @@ def prodigy_bfloat16_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -423,31 +423,31 @@ def prodigy_bfloat16_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
             grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -487,7 +487,7 @@ def prodigy_bfloat16_5_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -563,10 +563,10 @@ def prodigy_float16_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -599,31 +599,31 @@ def prodigy_float16_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
             grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -661,7 +661,7 @@ def prodigy_float16_5_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -795,10 +795,10 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -831,31 +831,31 @@ def prodigy_float32_safeguard_warmup_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, at, at, grad_scale,
             beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -879,10 +879,10 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -915,31 +915,31 @@ def prodigy_bfloat16_safeguard_warmup_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, at, at, grad_scale,
             beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -963,10 +963,10 @@ def prodigy_float16_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -999,31 +999,31 @@ def prodigy_float16_safeguard_warmup_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, at, at, grad_scale,
             beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1186,7 +1186,7 @@ def prodigy_float32_use_bias_correction_5_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_use_bias_correction_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1278,7 +1278,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_use_bias_correction_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1368,7 +1368,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_use_bias_correction_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,

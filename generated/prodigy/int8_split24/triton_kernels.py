@@ -195,10 +195,10 @@ def prodigy_float32_2_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_2(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -249,13 +249,13 @@ def prodigy_float32_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -276,7 +276,7 @@ def prodigy_float32_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -286,11 +286,11 @@ def prodigy_float32_2(
                     step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
@@ -298,13 +298,13 @@ def prodigy_float32_2(
                 stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -314,7 +314,7 @@ def prodigy_float32_2(
                     stream_key, True,
                 )
                 d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -462,7 +462,7 @@ def prodigy_float32_5_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -619,10 +619,10 @@ def prodigy_float32_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_small_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -655,31 +655,31 @@ def prodigy_float32_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
             grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -759,7 +759,7 @@ def prodigy_float32_small_5_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_small_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -888,10 +888,10 @@ def prodigy_bfloat16_2_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -936,12 +936,12 @@ def prodigy_bfloat16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -959,37 +959,37 @@ def prodigy_bfloat16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
                     few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
                 d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -1136,7 +1136,7 @@ def prodigy_bfloat16_5_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1287,10 +1287,10 @@ def prodigy_bfloat16_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_small_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1325,32 +1325,32 @@ def prodigy_bfloat16_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale,
                 beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
             d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_rate_ptr, few, live, grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1444,7 +1444,7 @@ def prodigy_bfloat16_small_5_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_small_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1577,10 +1577,10 @@ def prodigy_float16_2_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1625,12 +1625,12 @@ def prodigy_float16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1648,37 +1648,37 @@ def prodigy_float16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
                     few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
                 d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -1800,7 +1800,7 @@ def prodigy_float16_5_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1931,10 +1931,10 @@ def prodigy_float16_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_small_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1969,32 +1969,32 @@ def prodigy_float16_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale,
                 beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
             d_over_d0_times_rate_ptr, at, at, grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_rate_ptr, few, live, grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2063,7 +2063,7 @@ def prodigy_float16_small_5_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_small_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2305,10 +2305,10 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_safeguard_warmup_2(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -2359,13 +2359,13 @@ def prodigy_float32_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2386,7 +2386,7 @@ def prodigy_float32_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -2396,11 +2396,11 @@ def prodigy_float32_safeguard_warmup_2(
                     step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
@@ -2408,13 +2408,13 @@ def prodigy_float32_safeguard_warmup_2(
                 stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -2424,7 +2424,7 @@ def prodigy_float32_safeguard_warmup_2(
                     stream_key, True,
                 )
                 d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -2506,10 +2506,10 @@ def prodigy_float32_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_safeguard_warmup_small_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2542,31 +2542,31 @@ def prodigy_float32_safeguard_warmup_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                 p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, at, at, grad_scale,
             beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float32_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2643,10 +2643,10 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2691,12 +2691,12 @@ def prodigy_bfloat16_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2714,37 +2714,37 @@ def prodigy_bfloat16_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
                     few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
                 d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -2798,10 +2798,10 @@ def prodigy_bfloat16_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_safeguard_warmup_small_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2836,32 +2836,32 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale,
                 beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
             d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_bfloat16_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_d_ptr, few, live, grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2918,10 +2918,10 @@ def prodigy_float16_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2966,12 +2966,12 @@ def prodigy_float16_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2989,37 +2989,37 @@ def prodigy_float16_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
                     few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
                 d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -3053,10 +3053,10 @@ def prodigy_float16_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_safeguard_warmup_small_2(
     table, work, grad_scale: tl.float32, beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -3091,32 +3091,32 @@ def prodigy_float16_safeguard_warmup_small_2(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at, grad_scale,
                 beta3, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_small_2_tile(
+        tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
             d_over_d0_times_d_ptr, at, at, grad_scale, beta3, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = prodigy_float16_safeguard_warmup_small_2_tile(
+            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_d_ptr, few, live, grad_scale, beta3, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3286,10 +3286,10 @@ def prodigy_float32_use_bias_correction_2_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_use_bias_correction_2(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -3340,13 +3340,13 @@ def prodigy_float32_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -3367,7 +3367,7 @@ def prodigy_float32_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -3377,11 +3377,11 @@ def prodigy_float32_use_bias_correction_2(
                     step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_2_tile(
+            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
@@ -3389,13 +3389,13 @@ def prodigy_float32_use_bias_correction_2(
                 step_key, stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_2_tile(
+                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -3405,7 +3405,7 @@ def prodigy_float32_use_bias_correction_2(
                     stream_key, True,
                 )
                 d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
@@ -3592,7 +3592,7 @@ def prodigy_float32_use_bias_correction_small_5_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_use_bias_correction_small_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3799,7 +3799,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_use_bias_correction_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3998,7 +3998,7 @@ def prodigy_bfloat16_use_bias_correction_small_5_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_bfloat16_use_bias_correction_small_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -4196,7 +4196,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_use_bias_correction_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -4362,7 +4362,7 @@ def prodigy_float16_use_bias_correction_small_5_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float16_use_bias_correction_small_5(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -4608,10 +4608,10 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, scalar_0_2: tl.float32,
     beta3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -4662,13 +4662,13 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -4689,7 +4689,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -4699,11 +4699,11 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
@@ -4711,13 +4711,13 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                 step_key, stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -4727,7 +4727,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     stream_key, True,
                 )
                 d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 

@@ -107,7 +107,7 @@ def radam_float32_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_float32(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
@@ -229,7 +229,7 @@ def radam_float32_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_float32_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
@@ -375,7 +375,7 @@ def radam_bfloat16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_bfloat16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
@@ -514,7 +514,7 @@ def radam_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_bfloat16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
@@ -702,7 +702,7 @@ def radam_float16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_float16(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
@@ -859,7 +859,7 @@ def radam_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_float16_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
@@ -1021,7 +1021,7 @@ def radam_float32_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_float32_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1145,7 +1145,7 @@ def radam_float32_decoupled_weight_decay_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_float32_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1292,7 +1292,7 @@ def radam_bfloat16_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_bfloat16_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1434,7 +1434,7 @@ def radam_bfloat16_decoupled_weight_decay_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_bfloat16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1623,7 +1623,7 @@ def radam_float16_decoupled_weight_decay_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_float16_decoupled_weight_decay(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
@@ -1783,7 +1783,7 @@ def radam_float16_decoupled_weight_decay_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def radam_float16_decoupled_weight_decay_small(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,

@@ -42,7 +42,7 @@ def rmsprop_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -113,7 +113,7 @@ def rmsprop_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -182,7 +182,7 @@ def rmsprop_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -253,7 +253,7 @@ def rmsprop_float32_has_momentum_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -331,7 +331,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -407,7 +407,7 @@ def rmsprop_float16_has_momentum_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -484,7 +484,7 @@ def rmsprop_float32_centered_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -563,7 +563,7 @@ def rmsprop_bfloat16_centered_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -640,7 +640,7 @@ def rmsprop_float16_centered_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -719,7 +719,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_centered_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -804,7 +804,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_centered_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -887,7 +887,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_centered_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,

@@ -78,7 +78,7 @@ def rmsprop_float32_tile(
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -183,7 +183,7 @@ def rmsprop_float32_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -294,7 +294,7 @@ def rmsprop_bfloat16_tile(
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -416,7 +416,7 @@ def rmsprop_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -568,7 +568,7 @@ def rmsprop_float16_tile(
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -708,7 +708,7 @@ def rmsprop_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -854,7 +854,7 @@ def rmsprop_float32_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -971,7 +971,7 @@ def rmsprop_float32_has_momentum_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_has_momentum_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1104,7 +1104,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1239,7 +1239,7 @@ def rmsprop_bfloat16_has_momentum_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_has_momentum_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1413,7 +1413,7 @@ def rmsprop_float16_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1566,7 +1566,7 @@ def rmsprop_float16_has_momentum_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_has_momentum_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1723,7 +1723,7 @@ def rmsprop_float32_centered_tile(
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1841,7 +1841,7 @@ def rmsprop_float32_centered_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_centered_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -1980,7 +1980,7 @@ def rmsprop_bfloat16_centered_tile(
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -2114,7 +2114,7 @@ def rmsprop_bfloat16_centered_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_centered_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -2294,7 +2294,7 @@ def rmsprop_float16_centered_tile(
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -2446,7 +2446,7 @@ def rmsprop_float16_centered_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_centered_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
@@ -2630,7 +2630,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_centered_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -2759,7 +2759,7 @@ def rmsprop_float32_centered_has_momentum_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float32_centered_has_momentum_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -2929,7 +2929,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_centered_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -3075,7 +3075,7 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_bfloat16_centered_has_momentum_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -3286,7 +3286,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_centered_has_momentum(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -3450,7 +3450,7 @@ def rmsprop_float16_centered_has_momentum_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rmsprop_float16_centered_has_momentum_small(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,

@@ -50,7 +50,7 @@ def rprop_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_float32(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
@@ -132,7 +132,7 @@ def rprop_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_bfloat16(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
@@ -212,7 +212,7 @@ def rprop_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_float16(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,

@@ -100,7 +100,7 @@ def rprop_float32_tile(
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_float32(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
@@ -219,7 +219,7 @@ def rprop_float32_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_float32_small(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
@@ -354,7 +354,7 @@ def rprop_bfloat16_tile(
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_bfloat16(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
@@ -491,7 +491,7 @@ def rprop_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_bfloat16_small(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
@@ -667,7 +667,7 @@ def rprop_float16_tile(
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_float16(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
@@ -822,7 +822,7 @@ def rprop_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def rprop_float16_small(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32,
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,

@@ -48,7 +48,7 @@ def schedule_free_adamw_float32_tile(
     put(z_ptr, at, z, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_float32(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
@@ -132,7 +132,7 @@ def schedule_free_adamw_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_bfloat16(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
@@ -214,7 +214,7 @@ def schedule_free_adamw_float16_tile(
     put(z_ptr, at, z, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_float16(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,

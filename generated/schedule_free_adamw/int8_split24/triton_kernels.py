@@ -84,7 +84,7 @@ def schedule_free_adamw_float32_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_float32(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
@@ -202,7 +202,7 @@ def schedule_free_adamw_float32_small_tile(
     put(z_ptr, at, z, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_float32_small(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
@@ -325,7 +325,7 @@ def schedule_free_adamw_bfloat16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_bfloat16(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
@@ -461,7 +461,7 @@ def schedule_free_adamw_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_bfloat16_small(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
@@ -626,7 +626,7 @@ def schedule_free_adamw_float16_tile(
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_float16(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
@@ -780,7 +780,7 @@ def schedule_free_adamw_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_float16_small(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,

@@ -39,7 +39,7 @@ def schedule_free_sgd_float32_tile(
     put(z_ptr, at, z, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_sgd_float32(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -107,7 +107,7 @@ def schedule_free_sgd_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_sgd_bfloat16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -173,7 +173,7 @@ def schedule_free_sgd_float16_tile(
     put(z_ptr, at, z, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def schedule_free_sgd_float16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,

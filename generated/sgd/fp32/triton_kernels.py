@@ -32,7 +32,7 @@ def sgd_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float32(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -88,7 +88,7 @@ def sgd_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -142,7 +142,7 @@ def sgd_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float16(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -199,7 +199,7 @@ def sgd_float32_has_momentum_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float32_has_momentum(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -267,7 +267,7 @@ def sgd_bfloat16_has_momentum_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16_has_momentum(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -333,7 +333,7 @@ def sgd_float16_has_momentum_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float16_has_momentum(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -403,7 +403,7 @@ def sgd_float32_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float32_nesterov_has_momentum(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -481,7 +481,7 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16_nesterov_has_momentum(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -557,7 +557,7 @@ def sgd_float16_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float16_nesterov_has_momentum(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,

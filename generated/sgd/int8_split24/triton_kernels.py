@@ -32,7 +32,7 @@ def sgd_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float32(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -100,7 +100,7 @@ def sgd_bfloat16_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -214,7 +214,7 @@ def sgd_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float16(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -322,7 +322,7 @@ def sgd_float32_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float32_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -424,7 +424,7 @@ def sgd_float32_has_momentum_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float32_has_momentum_small(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -519,7 +519,7 @@ def sgd_bfloat16_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -639,7 +639,7 @@ def sgd_bfloat16_has_momentum_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16_has_momentum_small(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -775,7 +775,7 @@ def sgd_float16_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float16_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -913,7 +913,7 @@ def sgd_float16_has_momentum_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float16_has_momentum_small(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -1029,7 +1029,7 @@ def sgd_float32_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float32_nesterov_has_momentum(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -1141,7 +1141,7 @@ def sgd_float32_nesterov_has_momentum_small_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float32_nesterov_has_momentum_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -1245,7 +1245,7 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16_nesterov_has_momentum(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -1375,7 +1375,7 @@ def sgd_bfloat16_nesterov_has_momentum_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_bfloat16_nesterov_has_momentum_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -1521,7 +1521,7 @@ def sgd_float16_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float16_nesterov_has_momentum(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
@@ -1669,7 +1669,7 @@ def sgd_float16_nesterov_has_momentum_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgd_float16_nesterov_has_momentum_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32,

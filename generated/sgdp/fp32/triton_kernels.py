@@ -38,7 +38,7 @@ def sgdp_float32_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -173,7 +173,7 @@ def sgdp_float32_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -457,7 +457,7 @@ def sgdp_float32_7_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -543,7 +543,7 @@ def sgdp_float32_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -589,7 +589,7 @@ def sgdp_bfloat16_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -724,7 +724,7 @@ def sgdp_bfloat16_1(
         tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -969,7 +969,7 @@ def sgdp_bfloat16_7_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -1055,7 +1055,7 @@ def sgdp_bfloat16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -1101,7 +1101,7 @@ def sgdp_float16_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1236,7 +1236,7 @@ def sgdp_float16_1(
         tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1292,7 +1292,7 @@ def sgdp_float16_7_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -1378,7 +1378,7 @@ def sgdp_float16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -1424,7 +1424,7 @@ def sgdp_float32_no_projected_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
@@ -1498,7 +1498,7 @@ def sgdp_bfloat16_no_projected_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
@@ -1570,7 +1570,7 @@ def sgdp_float16_no_projected_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
@@ -1637,7 +1637,7 @@ def sgdp_float32_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1772,7 +1772,7 @@ def sgdp_float32_nesterov_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1833,7 +1833,7 @@ def sgdp_float32_nesterov_7_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -1933,7 +1933,7 @@ def sgdp_float32_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -1982,7 +1982,7 @@ def sgdp_bfloat16_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2117,7 +2117,7 @@ def sgdp_bfloat16_nesterov_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2362,7 +2362,7 @@ def sgdp_bfloat16_nesterov_7_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -2462,7 +2462,7 @@ def sgdp_bfloat16_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -2511,7 +2511,7 @@ def sgdp_float16_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2646,7 +2646,7 @@ def sgdp_float16_nesterov_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2709,7 +2709,7 @@ def sgdp_float16_nesterov_7_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -2809,7 +2809,7 @@ def sgdp_float16_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -2861,7 +2861,7 @@ def sgdp_float32_nesterov_no_projected_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_no_projected(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -2935,7 +2935,7 @@ def sgdp_bfloat16_nesterov_no_projected_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_no_projected(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -3007,7 +3007,7 @@ def sgdp_float16_nesterov_no_projected_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_no_projected(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,

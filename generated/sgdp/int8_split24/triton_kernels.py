@@ -62,7 +62,7 @@ def sgdp_float32_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -221,7 +221,7 @@ def sgdp_float32_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -526,7 +526,7 @@ def sgdp_float32_7_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -627,7 +627,7 @@ def sgdp_float32_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -678,7 +678,7 @@ def sgdp_float32_small_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_small_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -813,7 +813,7 @@ def sgdp_float32_small_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_small_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -936,7 +936,7 @@ def sgdp_float32_small_7_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_small_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -1022,7 +1022,7 @@ def sgdp_float32_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_small_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -1095,7 +1095,7 @@ def sgdp_bfloat16_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1256,7 +1256,7 @@ def sgdp_bfloat16_1(
         tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1534,7 +1534,7 @@ def sgdp_bfloat16_7_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -1652,7 +1652,7 @@ def sgdp_bfloat16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -1714,7 +1714,7 @@ def sgdp_bfloat16_small_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_small_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1851,7 +1851,7 @@ def sgdp_bfloat16_small_1(
         tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_small_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1994,7 +1994,7 @@ def sgdp_bfloat16_small_7_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_small_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -2095,7 +2095,7 @@ def sgdp_bfloat16_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_small_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -2182,7 +2182,7 @@ def sgdp_float16_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2343,7 +2343,7 @@ def sgdp_float16_1(
         tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2452,7 +2452,7 @@ def sgdp_float16_7_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -2570,7 +2570,7 @@ def sgdp_float16_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -2639,7 +2639,7 @@ def sgdp_float16_small_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_small_1(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -2776,7 +2776,7 @@ def sgdp_float16_small_1(
         tl.store(row_sum_of_momentum_buffer_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_small_1_flat(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -2866,7 +2866,7 @@ def sgdp_float16_small_7_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_small_7(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -2967,7 +2967,7 @@ def sgdp_float16_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_small_7_flat(
     table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
@@ -3044,7 +3044,7 @@ def sgdp_float32_no_projected_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3147,7 +3147,7 @@ def sgdp_float32_no_projected_small_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_no_projected_small(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
@@ -3247,7 +3247,7 @@ def sgdp_bfloat16_no_projected_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3370,7 +3370,7 @@ def sgdp_bfloat16_no_projected_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_no_projected_small(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
@@ -3510,7 +3510,7 @@ def sgdp_float16_no_projected_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3651,7 +3651,7 @@ def sgdp_float16_no_projected_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_no_projected_small(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
@@ -3747,7 +3747,7 @@ def sgdp_float32_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -3893,7 +3893,7 @@ def sgdp_float32_nesterov_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -3987,7 +3987,7 @@ def sgdp_float32_nesterov_7_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -4108,7 +4108,7 @@ def sgdp_float32_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -4167,7 +4167,7 @@ def sgdp_float32_nesterov_small_1_tile(
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_small_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -4302,7 +4302,7 @@ def sgdp_float32_nesterov_small_1(
         tl.store(row_sum_of_p_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_small_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -4363,7 +4363,7 @@ def sgdp_float32_nesterov_small_7_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_small_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -4463,7 +4463,7 @@ def sgdp_float32_nesterov_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -4521,7 +4521,7 @@ def sgdp_bfloat16_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -4669,7 +4669,7 @@ def sgdp_bfloat16_nesterov_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -4952,7 +4952,7 @@ def sgdp_bfloat16_nesterov_7_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -5075,7 +5075,7 @@ def sgdp_bfloat16_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -5140,7 +5140,7 @@ def sgdp_bfloat16_nesterov_small_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_small_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -5277,7 +5277,7 @@ def sgdp_bfloat16_nesterov_small_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_small_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -5426,7 +5426,7 @@ def sgdp_bfloat16_nesterov_small_7_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_small_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -5541,7 +5541,7 @@ def sgdp_bfloat16_nesterov_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -5613,7 +5613,7 @@ def sgdp_float16_nesterov_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -5761,7 +5761,7 @@ def sgdp_float16_nesterov_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(tl.reshape(row_sum_4_term_0, [ROWS, 256]), 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -5882,7 +5882,7 @@ def sgdp_float16_nesterov_7_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -6005,7 +6005,7 @@ def sgdp_float16_nesterov_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -6077,7 +6077,7 @@ def sgdp_float16_nesterov_small_1_tile(
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_small_1(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -6214,7 +6214,7 @@ def sgdp_float16_nesterov_small_1(
         tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_4_term_0, 1), mask=which < height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_small_1_flat(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -6312,7 +6312,7 @@ def sgdp_float16_nesterov_small_7_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_small_7(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -6427,7 +6427,7 @@ def sgdp_float16_nesterov_small_7(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_small_7_flat(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -6508,7 +6508,7 @@ def sgdp_float32_nesterov_no_projected_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
@@ -6616,7 +6616,7 @@ def sgdp_float32_nesterov_no_projected_small_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float32_nesterov_no_projected_small(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -6715,7 +6715,7 @@ def sgdp_bfloat16_nesterov_no_projected_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
@@ -6842,7 +6842,7 @@ def sgdp_bfloat16_nesterov_no_projected_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_bfloat16_nesterov_no_projected_small(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
@@ -6983,7 +6983,7 @@ def sgdp_float16_nesterov_no_projected_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_no_projected(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
@@ -7128,7 +7128,7 @@ def sgdp_float16_nesterov_no_projected_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdp_float16_nesterov_no_projected_small(
     table, work, momentum: tl.float32, grad_scale: tl.float32,
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,

@@ -33,7 +33,7 @@ def sgdw_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -94,7 +94,7 @@ def sgdw_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -153,7 +153,7 @@ def sgdw_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -216,7 +216,7 @@ def sgdw_float32_has_momentum_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -288,7 +288,7 @@ def sgdw_bfloat16_has_momentum_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -358,7 +358,7 @@ def sgdw_float16_has_momentum_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -429,7 +429,7 @@ def sgdw_float32_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_nesterov_has_momentum(
     table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -507,7 +507,7 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_nesterov_has_momentum(
     table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -583,7 +583,7 @@ def sgdw_float16_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_nesterov_has_momentum(
     table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,

@@ -33,7 +33,7 @@ def sgdw_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -106,7 +106,7 @@ def sgdw_bfloat16_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -220,7 +220,7 @@ def sgdw_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -330,7 +330,7 @@ def sgdw_float32_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -435,7 +435,7 @@ def sgdw_float32_has_momentum_small_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_has_momentum_small(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -533,7 +533,7 @@ def sgdw_bfloat16_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -658,7 +658,7 @@ def sgdw_bfloat16_has_momentum_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_has_momentum_small(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -800,7 +800,7 @@ def sgdw_float16_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -943,7 +943,7 @@ def sgdw_float16_has_momentum_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_has_momentum_small(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -1061,7 +1061,7 @@ def sgdw_float32_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_nesterov_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1170,7 +1170,7 @@ def sgdw_float32_nesterov_has_momentum_small_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float32_nesterov_has_momentum_small(
     table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -1272,7 +1272,7 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_nesterov_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1399,7 +1399,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_bfloat16_nesterov_has_momentum_small(
     table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
@@ -1543,7 +1543,7 @@ def sgdw_float16_nesterov_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_nesterov_has_momentum(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1688,7 +1688,7 @@ def sgdw_float16_nesterov_has_momentum_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sgdw_float16_nesterov_has_momentum_small(
     table, work, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,

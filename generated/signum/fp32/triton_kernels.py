@@ -34,7 +34,7 @@ def signum_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float32(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -95,7 +95,7 @@ def signum_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_bfloat16(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -154,7 +154,7 @@ def signum_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float16(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -216,7 +216,7 @@ def signum_float32_has_momentum_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float32_has_momentum(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -286,7 +286,7 @@ def signum_bfloat16_has_momentum_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_bfloat16_has_momentum(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -354,7 +354,7 @@ def signum_float16_has_momentum_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float16_has_momentum(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,

@@ -34,7 +34,7 @@ def signum_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float32(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -107,7 +107,7 @@ def signum_bfloat16_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_bfloat16(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -222,7 +222,7 @@ def signum_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float16(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -332,7 +332,7 @@ def signum_float32_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float32_has_momentum(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -438,7 +438,7 @@ def signum_float32_has_momentum_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float32_has_momentum_small(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -535,7 +535,7 @@ def signum_bfloat16_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_bfloat16_has_momentum(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -659,7 +659,7 @@ def signum_bfloat16_has_momentum_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_bfloat16_has_momentum_small(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -799,7 +799,7 @@ def signum_float16_has_momentum_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float16_has_momentum(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -941,7 +941,7 @@ def signum_float16_has_momentum_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def signum_float16_has_momentum_small(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,

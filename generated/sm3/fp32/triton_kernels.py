@@ -43,7 +43,7 @@ def sm3_float32_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -167,7 +167,7 @@ def sm3_float32_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -282,7 +282,7 @@ def sm3_bfloat16_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -406,7 +406,7 @@ def sm3_bfloat16_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -462,7 +462,7 @@ def sm3_float16_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -586,7 +586,7 @@ def sm3_float16_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -638,7 +638,7 @@ def sm3_float32_no_factored_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -708,7 +708,7 @@ def sm3_bfloat16_no_factored_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -776,7 +776,7 @@ def sm3_float16_no_factored_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -849,7 +849,7 @@ def sm3_float32_has_momentum_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -985,7 +985,7 @@ def sm3_float32_has_momentum_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1074,7 +1074,7 @@ def sm3_bfloat16_has_momentum_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1210,7 +1210,7 @@ def sm3_bfloat16_has_momentum_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1276,7 +1276,7 @@ def sm3_float16_has_momentum_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1412,7 +1412,7 @@ def sm3_float16_has_momentum_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1474,7 +1474,7 @@ def sm3_float32_has_momentum_no_factored_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1557,7 +1557,7 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1638,7 +1638,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,

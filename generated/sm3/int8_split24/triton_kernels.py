@@ -43,7 +43,7 @@ def sm3_float32_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -167,7 +167,7 @@ def sm3_float32_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -295,7 +295,7 @@ def sm3_bfloat16_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -435,7 +435,7 @@ def sm3_bfloat16_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -551,7 +551,7 @@ def sm3_float16_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_1(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
@@ -691,7 +691,7 @@ def sm3_float16_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_1_flat(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -784,7 +784,7 @@ def sm3_float32_no_factored_tile(
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -886,7 +886,7 @@ def sm3_float32_no_factored_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_no_factored_small(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -995,7 +995,7 @@ def sm3_bfloat16_no_factored_tile(
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1116,7 +1116,7 @@ def sm3_bfloat16_no_factored_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_no_factored_small(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1266,7 +1266,7 @@ def sm3_float16_no_factored_tile(
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1405,7 +1405,7 @@ def sm3_float16_no_factored_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_no_factored_small(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1524,7 +1524,7 @@ def sm3_float32_has_momentum_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1679,7 +1679,7 @@ def sm3_float32_has_momentum_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -1775,7 +1775,7 @@ def sm3_float32_has_momentum_small_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_small_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -1911,7 +1911,7 @@ def sm3_float32_has_momentum_small_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_small_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -2030,7 +2030,7 @@ def sm3_bfloat16_has_momentum_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -2189,7 +2189,7 @@ def sm3_bfloat16_has_momentum_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -2308,7 +2308,7 @@ def sm3_bfloat16_has_momentum_small_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_small_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -2459,7 +2459,7 @@ def sm3_bfloat16_has_momentum_small_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_small_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -2603,7 +2603,7 @@ def sm3_float16_has_momentum_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -2762,7 +2762,7 @@ def sm3_float16_has_momentum_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -2874,7 +2874,7 @@ def sm3_float16_has_momentum_small_1_tile(
     return term(total, at, live, MASKED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_small_1(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -3025,7 +3025,7 @@ def sm3_float16_has_momentum_small_1(
     tl.store(accumulator_col_2_ptr + 768 + lane, total_terms_3, mask=lane < width - 768)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_small_1_flat(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -3142,7 +3142,7 @@ def sm3_float32_has_momentum_no_factored_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -3259,7 +3259,7 @@ def sm3_float32_has_momentum_no_factored_small_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float32_has_momentum_no_factored_small(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -3394,7 +3394,7 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -3530,7 +3530,7 @@ def sm3_bfloat16_has_momentum_no_factored_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_bfloat16_has_momentum_no_factored_small(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
@@ -3707,7 +3707,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_no_factored(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -3861,7 +3861,7 @@ def sm3_float16_has_momentum_no_factored_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def sm3_float16_has_momentum_no_factored_small(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,

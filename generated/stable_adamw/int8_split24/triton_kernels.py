@@ -99,7 +99,7 @@ def stable_adamw_float32_1_tile(
     return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float32_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
     eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -280,7 +280,7 @@ def stable_adamw_float32_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float32_3(
     table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -373,7 +373,7 @@ def stable_adamw_float32_small_1_tile(
     return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float32_small_1(
     table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -471,7 +471,7 @@ def stable_adamw_float32_small_3_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float32_small_3(
     table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
     beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -602,7 +602,7 @@ def stable_adamw_bfloat16_1_tile(
     return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_bfloat16_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
     eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -770,7 +770,7 @@ def stable_adamw_bfloat16_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_bfloat16_3(
     table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -878,7 +878,7 @@ def stable_adamw_bfloat16_small_1_tile(
     return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_bfloat16_small_1(
     table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -992,7 +992,7 @@ def stable_adamw_bfloat16_small_3_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_bfloat16_small_3(
     table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
     beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
@@ -1145,7 +1145,7 @@ def stable_adamw_float16_1_tile(
     return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float16_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
     eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
@@ -1309,7 +1309,7 @@ def stable_adamw_float16_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float16_3(
     table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1417,7 +1417,7 @@ def stable_adamw_float16_small_1_tile(
     return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float16_small_1(
     table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -1527,7 +1527,7 @@ def stable_adamw_float16_small_3_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_float16_small_3(
     table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
     beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,

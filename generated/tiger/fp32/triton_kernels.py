@@ -40,7 +40,7 @@ def tiger_float32_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_float32(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -110,7 +110,7 @@ def tiger_bfloat16_tile(
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_bfloat16(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -178,7 +178,7 @@ def tiger_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_float16(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,

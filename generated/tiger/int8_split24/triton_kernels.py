@@ -64,7 +64,7 @@ def tiger_float32_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_float32(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -168,7 +168,7 @@ def tiger_float32_small_tile(
     put(p_ptr, at, p, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_float32_small(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -265,7 +265,7 @@ def tiger_bfloat16_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_bfloat16(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -387,7 +387,7 @@ def tiger_bfloat16_small_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_bfloat16_small(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -525,7 +525,7 @@ def tiger_float16_tile(
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_float16(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
@@ -665,7 +665,7 @@ def tiger_float16_small_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_key"])
 def tiger_float16_small(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
