@@ -32,17 +32,18 @@ def late(p, g, t, m=state(), v=state(nonneg), h=state(), *, lr=hyper(1e-2, ge=0)
 @optimizer(cite="none", name="Words")
 def words(
     p, g, t, first=state(), typename=state(nonneg), *,
-    i=hyper(0.01, ge=0), end=hyper(0.9, ge=0, lt=1), count=hyper(1e-2, ge=0), blocks=hyper(0.5, ge=0),
+    i=hyper(0.01, ge=0), end=hyper(0.9, ge=0, lt=1), count=hyper(1e-2, ge=0), union=hyper(0.5, ge=0),
     lane=hyper(2.0, ge=0), first_at=hyper(0.25, ge=0), nan=hyper(0.5, ge=0), w=hyper(0.5, ge=0),
     double=hyper(1.0, ge=0),
 ):  # fmt: skip
     """Names of the printer, of its headers and of C++."""
     first_kept = end * first + i * g
-    constexpr = end * typename + g * g * blocks
+    constexpr = end * typename + g * g * union
     xor = sqrt(constexpr) + lane
     bits = first_kept * first_at + nan * w * double
     at = bits / xor
-    p = p - count * at
+    blocks = count * at
+    p = p - blocks
     first, typename = first_kept, constexpr
     return p, first, typename
 

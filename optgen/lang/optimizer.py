@@ -30,7 +30,8 @@ CALLED = frozenset(
     "abs both choose divide either exp floor larger log negated power root smaller "
     "dict super foreach fused capturable differentiable "
     "get put pointer reciprocal inverse rint rotl sign block_max block_min block_magnitude quotient sqrt "
-    "lookup search".split()
+    "lookup search counter joined widened byte opaque packed unpacked term fold down apart rounded within minus "
+    "axis_max axis_min".split()
 )
 
 
