@@ -125,6 +125,63 @@ def test_an_attempt_that_fails_again_keeps_what_the_first_one_did(monkeypatch: p
     assert everything(opt) == everything(whole)
 
 
+def broken(monkeypatch: pytest.MonkeyPatch, at: int) -> optim.AdamW:
+    """After a step, the next one has broken off."""
+    opt = made("cpp")
+    give(opt, 0)
+    opt.step()
+    give(opt, 1)
+    mend = failing(monkeypatch, "cpp", at)
+    with pytest.raises(Broken):
+        opt.step()
+    mend()
+    return opt
+
+
+def counts(opt: Optimizer) -> list[int]:
+    return [int(opt.state[p]["step"]) for p in params_of(opt)]
+
+
+def test_a_checkpoint_ends_the_step_that_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded has not made it, though the gradients are the same."""
+    opt, whole = broken(monkeypatch, 2), made("cpp")
+    assert counts(opt) == [2, 2, 1, 1]
+    give(whole, 0)
+    whole.step()
+    opt.load_state_dict(whole.state_dict())
+    with torch.no_grad():
+        for p, q in zip(params_of(opt), params_of(whole), strict=True):
+            p.copy_(q)
+    give(whole, 1)
+    for one in (opt, whole):
+        one.step()
+    assert everything(opt) == everything(whole)
+
+
+def test_a_step_whose_rest_was_given_up_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = broken(monkeypatch, 2)
+    for p in params_of(opt)[2:]:
+        p.grad = None
+    opt.step()
+    assert counts(opt) == [2, 2, 1, 1]
+    opt.step()
+    assert counts(opt) == [3, 3, 1, 1]
+
+
+def test_of_a_step_that_a_graph_was_to_take_up_nothing_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = made("triton", capturable=True)
+    for step in range(2):
+        give(opt, step)
+        opt.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "capturing", lambda: True)
+        failing(patch, "triton", 1)
+        with pytest.raises(Broken) as caught:
+            opt.step()
+    assert not hasattr(caught.value, "__notes__")
+    assert opt._broke_off is None
+
+
 def test_gradients_are_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = made("cpp")
     give(opt, 0)

@@ -58,13 +58,16 @@ def _apart(dims: Sequence[tuple[int, int]]) -> bool:
 def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
     """The first two of the tensors that have an element in common, by their positions; None where there are none.
 
-    Tensors without memory of their own (on meta, empty, those of other classes) have none.
+    Tensors without memory of their own (on meta, empty, freed by what shards them, those of other classes) have none.
     """
     spans: list[tuple[int, int, int]] = []
     for i, p in enumerate(params):
-        if type(p) in (Tensor, torch.nn.Parameter) and p.device.type != "meta" and p.numel():
+        if type(p) not in (Tensor, torch.nn.Parameter) or p.device.type == "meta" or not p.numel():
+            continue
+        begin = p.data_ptr()
+        if begin:
             reach = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-            spans.append((p.data_ptr(), p.data_ptr() + (reach + 1) * p.element_size(), i))
+            spans.append((begin, begin + (reach + 1) * p.element_size(), i))
     spans.sort()
     open_spans: list[tuple[int, int, int]] = []
     for begin, end, i in spans:
