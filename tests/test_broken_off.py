@@ -53,7 +53,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> Callable[
     def launch(*args: Any, **options: Any) -> None:
         left[0] -= 1
         if left[0] == -1:
-            raise Broken("injected")
+            raise Broken("injected") from OSError("the cause")
         real(*args, **options)
 
     monkeypatch.setattr(module, name, launch)
@@ -77,6 +77,7 @@ def test_a_step_made_again_steps_what_was_left(monkeypatch: pytest.MonkeyPatch, 
             opt.step()
         mend()
         (said,) = caught.value.__notes__
+        assert repr(caught.value.__cause__) == "OSError('the cause')"
         names = ["'a'", "'b'", "'c', 'd'"]
         assert f"({', '.join(names[:at])}) made the step" in said or at == 0
         assert f"({', '.join(names[at:])}) not; {names[at]} may hold a part of it" in said
@@ -88,7 +89,7 @@ def test_a_step_made_again_steps_what_was_left(monkeypatch: pytest.MonkeyPatch, 
     assert everything(opt) == everything(whole)
 
 
-@pytest.mark.parametrize("changed", ["another", "in place"])
+@pytest.mark.parametrize("changed", ["another", "in place", "unseen"])
 def test_a_step_with_other_gradients_is_a_step_of_all(monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     opt = made("cpp")
     give(opt, 0)
@@ -101,8 +102,10 @@ def test_a_step_with_other_gradients_is_a_step_of_all(monkeypatch: pytest.Monkey
         assert p.grad is not None
         if changed == "another":
             p.grad = p.grad.clone()
-        else:
+        elif changed == "in place":
             p.grad.add_(0)
+        else:
+            p.grad.data.mul_(2)  # another version counter
         q.grad = p.grad.clone()
     opt.step()
     assert [opt.state[p]["step"] for p in params_of(opt)] == [2, 2, 1, 1]

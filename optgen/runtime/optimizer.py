@@ -510,7 +510,7 @@ class Optimizer(torch.optim.Optimizer):
                 return
         except replay.Stopped as stopped:
             self._break_off(stopped.error, stopped.done, stopped.at_work)
-            raise stopped.error from None
+            raise stopped.error from stopped.error.__cause__
         with torch.no_grad():
             self._sort_and_run(scaler)
 
@@ -578,8 +578,10 @@ class Optimizer(torch.optim.Optimizer):
         self._broke_off = None
 
     def _break_off(self, error: BaseException, done: Sequence[state.State], at_work: Sequence[state.State]) -> None:
-        """Keeps what had been stepped when kernels were broken off, and says it in the error.  Nothing has run of a step
-        that a graph was to take up."""
+        """Keeps what had been stepped when kernels were broken off, and says it in the error.
+
+        Nothing has run of a step that a graph was to take up.
+        """
         if control.capturing():
             return
         self._broke_off = brokenoff.BrokenOff(self._entries(), self.state, done, at_work, self._broke_off)
