@@ -185,6 +185,27 @@ def test_of_a_step_that_a_graph_was_to_take_up_nothing_has_run(monkeypatch: pyte
     assert opt._broke_off is None
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_makes_the_step_again_with_the_scale_of_the_first_attempt(
+    monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    both = [(made("cpp", fused=fused), torch.amp.GradScaler("cpu", init_scale=4.0)) for _ in range(2)]
+    for step in range(2):
+        for i, (opt, scaler) in enumerate(both):
+            give(opt, step)
+            for p in params_of(opt):
+                assert p.grad is not None
+                scaler.scale(p.grad.mul_(4))  # the scaler makes its scale when it is first asked
+            if i == 1:
+                mend = failing(monkeypatch, "cpp", 1)
+                with pytest.raises(Broken):
+                    scaler.step(opt)
+                mend()
+            scaler.step(opt)
+            scaler.update()
+        assert everything(both[0][0]) == everything(both[1][0])
+
+
 def test_gradients_are_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = made("cpp")
     give(opt, 0)

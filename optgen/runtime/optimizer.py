@@ -491,10 +491,16 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._release is None:
-            self._update()
-        else:
-            self._release.step()
+        try:
+            if self._release is None:
+                self._update()
+            else:
+                self._release.step()
+        except BaseException:
+            # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
         return loss
 
     @_disable_dynamo
