@@ -491,21 +491,24 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            if self._release is None:
-                self._update()
-            else:
-                self._release.step()
-        except BaseException:
-            # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
-            raise
+        if self._release is None:
+            self._update()
+        else:
+            self._release.step()
         return loss
 
     @_disable_dynamo
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
+        try:
+            self._step_once()
+        except BaseException:
+            # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+
+    def _step_once(self) -> None:
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
         if self._offload.active or any(group.get("offload") for group in self.param_groups):
             self._look_for_strays()
