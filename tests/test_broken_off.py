@@ -53,7 +53,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> Callable[
     def launch(*args: Any, **options: Any) -> None:
         left[0] -= 1
         if left[0] == -1:
-            raise Broken("injected")
+            raise Broken("injected") from OSError("the cause")
         real(*args, **options)
 
     monkeypatch.setattr(module, name, launch)
@@ -77,6 +77,7 @@ def test_a_step_made_again_steps_what_was_left(monkeypatch: pytest.MonkeyPatch, 
             opt.step()
         mend()
         (said,) = caught.value.__notes__
+        assert repr(caught.value.__cause__) == "OSError('the cause')"
         names = ["'a'", "'b'", "'c', 'd'"]
         assert f"({', '.join(names[:at])}) made the step" in said or at == 0
         assert f"({', '.join(names[at:])}) not; {names[at]} may hold a part of it" in said
@@ -88,7 +89,7 @@ def test_a_step_made_again_steps_what_was_left(monkeypatch: pytest.MonkeyPatch, 
     assert everything(opt) == everything(whole)
 
 
-@pytest.mark.parametrize("changed", ["another", "in place"])
+@pytest.mark.parametrize("changed", ["another", "in place", "unseen"])
 def test_a_step_with_other_gradients_is_a_step_of_all(monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     opt = made("cpp")
     give(opt, 0)
@@ -101,8 +102,10 @@ def test_a_step_with_other_gradients_is_a_step_of_all(monkeypatch: pytest.Monkey
         assert p.grad is not None
         if changed == "another":
             p.grad = p.grad.clone()
-        else:
+        elif changed == "in place":
             p.grad.add_(0)
+        else:
+            p.grad.data.mul_(2)  # another version counter
         q.grad = p.grad.clone()
     opt.step()
     assert [opt.state[p]["step"] for p in params_of(opt)] == [2, 2, 1, 1]
@@ -123,6 +126,84 @@ def test_an_attempt_that_fails_again_keeps_what_the_first_one_did(monkeypatch: p
     assert "2 parameters have ('a', 'b') made the step, 2 parameters have ('c', 'd') not" in caught.value.__notes__[0]
     opt.step()
     assert everything(opt) == everything(whole)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, at: int) -> optim.AdamW:
+    """After a step, the next one has broken off."""
+    opt = made("cpp")
+    give(opt, 0)
+    opt.step()
+    give(opt, 1)
+    mend = failing(monkeypatch, "cpp", at)
+    with pytest.raises(Broken):
+        opt.step()
+    mend()
+    return opt
+
+
+def counts(opt: Optimizer) -> list[int]:
+    return [int(opt.state[p]["step"]) for p in params_of(opt)]
+
+
+def test_a_checkpoint_ends_the_step_that_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded has not made it, though the gradients are the same."""
+    opt, whole = broken(monkeypatch, 2), made("cpp")
+    assert counts(opt) == [2, 2, 1, 1]
+    give(whole, 0)
+    whole.step()
+    opt.load_state_dict(whole.state_dict())
+    with torch.no_grad():
+        for p, q in zip(params_of(opt), params_of(whole), strict=True):
+            p.copy_(q)
+    give(whole, 1)
+    for one in (opt, whole):
+        one.step()
+    assert everything(opt) == everything(whole)
+
+
+def test_a_step_whose_rest_was_given_up_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = broken(monkeypatch, 2)
+    for p in params_of(opt)[2:]:
+        p.grad = None
+    opt.step()
+    assert counts(opt) == [2, 2, 1, 1]
+    opt.step()
+    assert counts(opt) == [3, 3, 1, 1]
+
+
+def test_of_a_step_that_a_graph_was_to_take_up_nothing_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = made("triton", capturable=True)
+    for step in range(2):
+        give(opt, step)
+        opt.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "capturing", lambda: True)
+        failing(patch, "triton", 1)
+        with pytest.raises(Broken) as caught:
+            opt.step()
+    assert not hasattr(caught.value, "__notes__")
+    assert opt._broke_off is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_makes_the_step_again_with_the_scale_of_the_first_attempt(
+    monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    both = [(made("cpp", fused=fused), torch.amp.GradScaler("cpu", init_scale=4.0)) for _ in range(2)]
+    for step in range(2):
+        for i, (opt, scaler) in enumerate(both):
+            give(opt, step)
+            for p in params_of(opt):
+                assert p.grad is not None
+                scaler.scale(p.grad.mul_(4))  # the scaler makes its scale when it is first asked
+            if i == 1:
+                mend = failing(monkeypatch, "cpp", 1)
+                with pytest.raises(Broken):
+                    scaler.step(opt)
+                mend()
+            scaler.step(opt)
+            scaler.update()
+        assert everything(both[0][0]) == everything(both[1][0])
 
 
 def test_gradients_are_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:

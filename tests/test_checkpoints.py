@@ -302,6 +302,16 @@ def test_a_header_that_its_format_does_not_write_is_refused(plan: Plan) -> None:
     assert 2 < allowed < 50
 
 
+def test_parameters_may_be_called_by_numbers() -> None:
+    params = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    opt = AdamW(list(enumerate(params)), plan="fp32", backend="reference")  # type: ignore[arg-type]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert opt.param_groups[0]["param_names"] == [0, 1]
+    assert refusal(opt, opt.state_dict()) == ""
+
+
 def test_parameters_without_a_state_in_the_checkpoint_are_named() -> None:
     opt, params = fixture.optimizer(fixture.CASES[0])
     fixture.train(opt, params, range(1))

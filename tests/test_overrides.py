@@ -344,6 +344,7 @@ def test_groups_of_one_optimizer_make_another() -> None:
     opt = mixed(model)
     again = AdamW([{**g, "params": list(zip(g["param_names"], g["params"], strict=True))} for g in opt.param_groups])
     assert again.plans() == opt.plans()
+    assert AdamW(opt.param_groups).plans() == opt.plans()  # their names stand beside the parameters
     with pytest.raises(ValueError, match=r"it has no parameter 'embed.weight'"):
         AdamW([{"params": model.body.parameters(), "overrides": opt.param_groups[0]["overrides"]}])
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from generated import LAMB, AdamW
-from optgen.runtime import Optimizer
+from optgen.runtime import Optimizer, state
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -206,3 +206,38 @@ def test_parameters_that_share_memory_are_refused(a: Tensor, b: Tensor, meet: bo
     assert len(opt.param_groups) == (1 if meet else 2)
     params[0][1].requires_grad_(False)
     AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})  # one of them is not written
+
+
+def test_column_blocks_are_told_apart_without_marking_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many there are many pairs, each as large as the tensor that they are parts of."""
+    base = torch.randn(6, 64)
+    monkeypatch.setattr(torch, "zeros", None)
+    AdamW([nn.Parameter(part) for part in base.chunk(8, 1)], plan="fp32")
+
+
+@pytest.mark.parametrize(("other", "meet"), [(slice(4, 9), True), (slice(5, 9), False)])
+def test_memory_is_looked_at_whatever_the_default_device(other: slice, meet: bool) -> None:
+    base = torch.randn(8, 12)
+    params = [nn.Parameter(base[:, :5]), nn.Parameter(base[:, other]), nn.Parameter(base[2, 9:11])]
+    window = nn.Parameter(torch.randn(20).as_strided((2, 3), (3, 2)))
+    with torch.device("meta"), pytest.raises(ValueError, match="share memory") if meet else nullcontext():
+        AdamW([*params, window], plan="fp32")
+
+
+def test_parameters_whose_memory_is_freed_share_none() -> None:
+    """Wrappers that shard a model free what they gather again; it has no address until then."""
+    params = [nn.Parameter(torch.randn(4)) for _ in range(2)]
+    for p in params:
+        p.untyped_storage().resize_(0)
+    assert AdamW(params, plan="fp32").param_groups[0]["params"] == params
+
+
+def test_shared_memory_is_looked_for_once_however_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    real = state.alike
+    monkeypatch.setattr(state, "alike", lambda params: (looked.append(len(params)), real(params))[1])
+    opt = AdamW([{"params": [nn.Parameter(torch.randn(4))]} for _ in range(5)], plan="fp32")
+    assert looked == [5]
+    with pytest.raises(ValueError, match="share memory"):
+        opt.add_param_group({"params": [nn.Parameter(opt.param_groups[0]["params"][0].detach()[1:])]})
+    assert looked == [5, 6]

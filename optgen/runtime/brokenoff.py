@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from optgen.runtime import sharding, state
@@ -31,8 +32,9 @@ class BrokenOff:
     at_work  those whose parameters were being stepped: their memory may hold a part of it
     before   the same of the attempt before, where this one was to do the rest of it
 
-    A gradient that is the same object at the same version is the one that was stepped with: nothing is kept alive for
-    that.  Parts of tensors on several ranks are stepped again, since the other ranks wait for them.
+    A gradient that is the same object at the same version, of the same sum of bits, is the one that was stepped with:
+    nothing is kept alive for that.  (Graphs, collectives and `.data` write without moving versions.)  Parts of tensors
+    on several ranks are stepped again, since the other ranks wait for them.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class BrokenOff:
     ) -> None:
         self.done, self.at_work = list(done), list(at_work)
         finished, begun = {id(s) for s in done}, {id(s) for s in at_work}
-        self._made: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+        self._made: dict[Tensor, tuple[weakref.ref[Tensor], int, int | None]] = {}
         names: list[str] = []
         left: list[str] = []
         unsure: list[str] = []
@@ -60,7 +62,7 @@ class BrokenOff:
                 if sharding.is_sharded(p) or g.is_inference():
                     self._again += 1
                 else:
-                    self._made[p] = (weakref.ref(g), g._version)
+                    self._made[p] = (weakref.ref(g), g._version, _bits(g))
                 continue
             left.append(repr(entry.name))
             if own in begun:
@@ -70,7 +72,9 @@ class BrokenOff:
     def made(self, p: Tensor, g: Tensor) -> bool:
         """Whether p has made the step with this very gradient."""
         found = self._made.get(p)
-        return found is not None and found[0]() is g and g._version == found[1]
+        if found is None or found[0]() is not g or g._version != found[1]:
+            return False
+        return found[2] is None or _bits(g) in (found[2], None)
 
     def __str__(self) -> str:
         said = f"{_counted(self._names)} made the step, {_counted(self._left)} not"
@@ -81,6 +85,18 @@ class BrokenOff:
         if self._again:
             said += f". {self._again} of those that made it would make it again: go on from a checkpoint"
         return said
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(g: Tensor) -> int | None:
+    """The sum of its elements' bits; None where it cannot be had: the error that broke the step off may be the
+    device's."""
+    try:
+        return int(g.detach().view(_INTEGERS[g.element_size()]).sum(dtype=torch.int64))
+    except RuntimeError:
+        return None
 
 
 def _counted(names: Sequence[str]) -> str:

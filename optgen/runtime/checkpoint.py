@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType, ModuleType
@@ -209,7 +210,7 @@ def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str
         names = group.get("param_names")
         if names is None:
             continue
-        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, (str, int)) for name in names):
             misfits.add(f"group {i}: expected names in 'param_names', got {_short(names)}")
         elif len(names) != len(group["params"]):
             misfits.add(f"group {i}: expected {len(group['params'])} names in 'param_names', got {len(names)}")
@@ -269,7 +270,7 @@ def _merge(
 ) -> dict[str, Any]:
     """The group as it is after loading: saved options over the present ones, present parameters."""
     taken = {key: copy.deepcopy(value) for key, value in saved.items() if key not in options.FOREIGN}
-    if sorted(taken.get("param_names", ())) == sorted(group.get("param_names", ())):
+    if Counter(taken.get("param_names", ())) == Counter(group.get("param_names", ())):
         taken.pop("param_names", None)  # matched by name: the present order holds
     merged = {**group, **taken}
     for key in ("overrides", "blocks"):

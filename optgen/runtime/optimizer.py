@@ -168,6 +168,8 @@ class Optimizer(torch.optim.Optimizer):
     _blocks: of_rows.Rules | None = None
     _marks = 0
     """What marks.newest() said when parameters of marked modules were last looked for."""
+    _all_given = True
+    """Whether the constructor has all groups: it looks for shared memory once, not for every group of many."""
 
     def __init__(
         self,
@@ -193,7 +195,10 @@ class Optimizer(torch.optim.Optimizer):
         self._reset_caches()
         self._rules = rules.Rules(type(self), overrides, module)
         self._blocks = of_rows.Rules(type(self), blocks, module) if self.BLOCKS else None
+        self._all_given = False
         super().__init__(params, defaults)
+        self._all_given = True
+        self._refuse_shared_memory([], [])
         labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
         for given_rules in (self._rules, self._blocks):
             if given_rules is not None and given_rules.rules:
@@ -280,8 +285,9 @@ class Optimizer(torch.optim.Optimizer):
         found = options.check(type(self), group)
         found["plan"] = options.record_plan(type(self), found["plan"], tensors)
         options.warn_unknown(type(self), param_group)
-        names = self._labels(tensors, params)
-        self._refuse_shared_memory(tensors, names)
+        names = self._labels(tensors, params, param_group.get("param_names"))
+        if self._all_given:
+            self._refuse_shared_memory(tensors, names)
         found |= self._overrides(given, found["plan"], tensors, names)
         found |= self._rows(rows, tensors, names)
         self._refuse_vectors(tensors, {**group, **found}, names)
@@ -308,7 +314,7 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def _refuse_shared_memory(self, tensors: Sequence[Tensor], names: Sequence[Label]) -> None:
-        """ValueError where a parameter of a group that is to come has memory in common with another one."""
+        """ValueError where two parameters have memory in common, of the groups that are there and of one to come."""
         every = [(entry.p, entry.name) for entry in self._entries()] + list(zip(tensors, names, strict=True))
         trained = [(p, name) for p, name in every if p.requires_grad]
         found = state.alike([p for p, _ in trained])
@@ -319,11 +325,16 @@ class Optimizer(torch.optim.Optimizer):
                 f"giving both modules the same Parameter, or optimize the tensor that both are views of"
             )
 
-    def _labels(self, tensors: list[Tensor], params: Any) -> list[Label]:
-        """What the parameters of a group that is to come will be called: their names, or positions over all groups."""
+    def _labels(self, tensors: list[Tensor], params: Any, kept: Any) -> list[Label]:
+        """What the parameters of a group that is to come will be called: their names, or positions over all groups.
+
+        kept   the names that the group says, as that of another optimizer does
+        """
         first = sum(len(g["params"]) for g in self.param_groups)
         given = params if isinstance(params, list) else []
         names = {id(p[1]): str(p[0]) for p in given if isinstance(p, tuple)}
+        if not names and isinstance(kept, (list, tuple)) and len(kept) == len(tensors):
+            return list(kept)
         return [names.get(id(p), first + i) for i, p in enumerate(tensors)]
 
     def _overrides(
@@ -489,6 +500,15 @@ class Optimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
+        try:
+            self._step_once()
+        except BaseException:
+            # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+
+    def _step_once(self) -> None:
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
         if self._offload.active or any(group.get("offload") for group in self.param_groups):
             self._look_for_strays()
@@ -499,7 +519,7 @@ class Optimizer(torch.optim.Optimizer):
                 return
         except replay.Stopped as stopped:
             self._break_off(stopped.error, stopped.done, stopped.at_work)
-            raise stopped.error from None
+            raise stopped.error from stopped.error.__cause__
         with torch.no_grad():
             self._sort_and_run(scaler)
 
@@ -508,6 +528,7 @@ class Optimizer(torch.optim.Optimizer):
         self._look_for_strays()
         buckets = self._buckets(scaler)
         if not buckets:
+            self._broke_off = None  # what was left has no gradients any more
             return
         shared.check(buckets)
         self._launcher.begin()
@@ -566,7 +587,12 @@ class Optimizer(torch.optim.Optimizer):
         self._broke_off = None
 
     def _break_off(self, error: BaseException, done: Sequence[state.State], at_work: Sequence[state.State]) -> None:
-        """Keeps what had been stepped when kernels were broken off, and says it in the error."""
+        """Keeps what had been stepped when kernels were broken off, and says it in the error.
+
+        Nothing has run of a step that a graph was to take up.
+        """
+        if control.capturing():
+            return
         self._broke_off = brokenoff.BrokenOff(self._entries(), self.state, done, at_work, self._broke_off)
         if not self._offload.part:  # else the whole optimizer says it
             error.add_note(f"{type(self).__name__}.step() broke off: {self._broke_off}")
@@ -982,7 +1008,7 @@ class Optimizer(torch.optim.Optimizer):
                 state_dict = changed
         with torch.no_grad():
             loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
-            self._replay = replay.Keeper()
+            self._replay, self._broke_off = replay.Keeper(), None
             weights.settle(loaded.rounded, loaded.states)
         self.state = defaultdict(dict, loaded.states)
         self.param_groups = loaded.groups

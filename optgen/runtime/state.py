@@ -49,22 +49,25 @@ def overlaps(p: Tensor) -> bool:
 
 def _apart(dims: Sequence[tuple[int, int]]) -> bool:
     """Whether all elements of a tensor of these (stride, size) lie at places of their own: counted."""
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
-        places = (places[:, None] + torch.arange(size) * stride).flatten()
+        places = (places[:, None] + torch.arange(size, device="cpu") * stride).flatten()
     return bool(places.sort().values.diff().all())
 
 
 def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
     """The first two of the tensors that have an element in common, by their positions; None where there are none.
 
-    Tensors without memory of their own (on meta, empty, those of other classes) have none.
+    Tensors without memory of their own (on meta, empty, freed by what shards them, those of other classes) have none.
     """
     spans: list[tuple[int, int, int]] = []
     for i, p in enumerate(params):
-        if type(p) in (Tensor, torch.nn.Parameter) and p.device.type != "meta" and p.numel():
+        if type(p) not in (Tensor, torch.nn.Parameter) or p.device.type == "meta" or not p.numel():
+            continue
+        begin = p.data_ptr()
+        if begin:
             reach = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-            spans.append((p.data_ptr(), p.data_ptr() + (reach + 1) * p.element_size(), i))
+            spans.append((begin, begin + (reach + 1) * p.element_size(), i))
     spans.sort()
     open_spans: list[tuple[int, int, int]] = []
     for begin, end, i in spans:
@@ -81,15 +84,34 @@ def _meet(a: Tensor, b: Tensor) -> bool:
     if a.is_contiguous():
         return True
     first = a.data_ptr()
+    if _beside(a, b, first):
+        return False
     marks: list[Tensor] = []
     for t in (a, b):
         start, bytes_ = t.data_ptr() - first, t.element_size()
         reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
-        seen = torch.zeros(start + reach * bytes_, dtype=torch.bool)
+        seen = torch.zeros(start + reach * bytes_, dtype=torch.bool, device="cpu")
         seen.as_strided((*t.shape, bytes_), (*(s * bytes_ for s in t.stride()), 1), start).fill_(True)
         marks.append(seen)
     common = min(len(seen) for seen in marks)
     return bool((marks[0][:common] & marks[1][:common]).any())
+
+
+def _beside(a: Tensor, b: Tensor, first: int) -> bool:
+    """Whether their rows lie beside one another in rows of a common tensor, as column blocks do: told by arithmetic."""
+    pitches: set[int] = set()
+    taken: list[tuple[int, int]] = []  # of a common row, in bytes
+    for t in (a, b):
+        dims = [(stride * t.element_size(), size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+        if not dims:
+            return False
+        pitch, _ = max(dims)
+        dims.remove(max(dims))
+        begin = (t.data_ptr() - first) % pitch if pitch else 0
+        pitches.add(pitch)
+        taken.append((begin, begin + sum((size - 1) * stride for stride, size in dims) + t.element_size()))
+    (_, low_end), (high, high_end) = sorted(taken)
+    return len(pitches) == 1 and low_end <= high and high_end <= max(pitches)
 
 
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
