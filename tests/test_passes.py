@@ -19,6 +19,7 @@ from optgen.ir.program import Schedule
 from optgen.ir.ranges import Intervals
 from optgen.ir.show import parse_program, show
 from optgen.ir.verify import verify
+from optgen.lang.optimizer import CALLED
 from optgen.ops import dtypes, spaces
 from optgen.passes.convert import Converter
 from optgen.passes.name import RESERVED
@@ -66,7 +67,7 @@ def test_every_pass_has_a_case() -> None:
 
 
 def test_names_that_kernels_import_are_no_names_of_values() -> None:
-    """A let called like one of them would hide it."""
+    """A let called like one of them would hide it, and so would a hyper-parameter."""
     imported: set[str] = set()
     for file in (Path(__file__).parents[1] / "generated").glob("*/*/triton_kernels.py"):
         found = re.search(r"^from optgen\.runtime\.triton_prelude import (.*)$", file.read_text(encoding="utf-8"), re.M)
@@ -74,6 +75,7 @@ def test_names_that_kernels_import_are_no_names_of_values() -> None:
         imported |= set(found[1].split(", "))
     assert imported
     assert imported <= RESERVED
+    assert imported <= CALLED
 
 
 def test_the_nan_guard_of_fast_maths_keeps_what_arithmetic_makes_of_nan() -> None:
