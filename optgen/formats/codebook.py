@@ -130,6 +130,9 @@ class Codebook(Coded):
         return book(self.table, self.bits, self.ties, self.name)
 
 
+_RANGE = "numbers from -1 to 1: they are multiples of the block's largest"
+
+
 def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float, ...]:
     """The table as f32 numbers; UserError where it is none that a Codebook can have."""
 
@@ -140,7 +143,9 @@ def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float,
         raise refuse(f"a {type(table).__name__}", "a tuple of numbers, such as dynamic() or (-1.0, 0.0, 1.0)")
     for x in table:
         if not is_number(x):
-            raise refuse(f"{x!r} among its numbers", "finite numbers only")
+            raise refuse(f"{x!r} among its numbers", "finite numbers only, as Python's: float(x)")
+        if not -2 < x < 2:
+            raise refuse(f"{x!r} among its numbers", _RANGE)
     if not 2 <= len(table) <= 1 << bits:
         raise refuse(f"{len(table)} numbers", f"2 to {1 << bits} of them for codes of {bits} bits")
     values = tuple(f32(x) for x in table)
@@ -150,7 +155,7 @@ def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float,
             raise refuse(f"number {k}, {table[k]:g}, {what}", "rising numbers, all different as fp32")
     if values[0] < -1 or values[-1] > 1:
         worst = values[0] if values[0] < -1 else values[-1]
-        raise refuse(f"{worst:g} among its numbers", "numbers from -1 to 1: they are multiples of the block's largest")
+        raise refuse(f"{worst:g} among its numbers", _RANGE)
     if not values[-1] > 0:
         raise refuse("no number above 0", "positive numbers too")
     return values
