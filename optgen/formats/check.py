@@ -66,7 +66,7 @@ def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
         raise UserError("E305", loc=fmt.loc, what=f"{type(fmt).__name__}({key}={got})", want=want)
 
 
-def _as_pythons(value: object) -> str:
+def as_pythons(value: object) -> str:
     """What to add where a number is none of Python's own: NumPy's, SymPy's, a fraction."""
     if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
         return ""
@@ -76,7 +76,7 @@ def _as_pythons(value: object) -> str:
 def check_number(what: str, value: object, low: float, high: float, want: str, loc: Loc | None) -> None:
     """Raises UserError unless low <= value <= high, a finite number."""
     if not is_number(value) or not low <= value <= high:
-        raise UserError("E305", loc=loc, what=what, want=want + _as_pythons(value))
+        raise UserError("E305", loc=loc, what=what, want=want + as_pythons(value))
 
 
 def check_line(what: str, text: object, loc: Loc | None) -> None:
@@ -89,6 +89,7 @@ __all__ = [
     "A_COMPANDER",
     "A_SCALE",
     "BLOCKS",
+    "as_pythons",
     "check_block",
     "check_line",
     "check_number",

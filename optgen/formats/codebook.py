@@ -11,7 +11,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.check import A_SCALE, check_block, check_part, check_words, is_number
+from optgen.formats.check import A_SCALE, as_pythons, check_block, check_part, check_words, is_number
 from optgen.formats.coded import Coded
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
@@ -143,8 +143,8 @@ def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float,
         raise refuse(f"a {type(table).__name__}", "a tuple of numbers, such as dynamic() or (-1.0, 0.0, 1.0)")
     for x in table:
         if not is_number(x):
-            raise refuse(f"{x!r} among its numbers", "finite numbers only, as Python's: float(x)")
-        if not -2 < x < 2:
+            raise refuse(f"{x!r} among its numbers", "finite numbers only" + as_pythons(x))
+        if abs(x) > 2.0**127:  # too large for fp32
             raise refuse(f"{x!r} among its numbers", _RANGE)
     if not 2 <= len(table) <= 1 << bits:
         raise refuse(f"{len(table)} numbers", f"2 to {1 << bits} of them for codes of {bits} bits")
