@@ -348,6 +348,9 @@ def test_output_that_nobody_takes(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (2, "the output cannot be written: No space left on device\n")
+    without = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    closed = subprocess.run(without, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert (closed.returncode, closed.stderr) == (0, "")
 
 
 def test_a_case_reads_back() -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from optgen.formats import Codebook, Format, Fp8, Noise, Plan, codebooks, fp32, ue7m9, ue8m8
+from optgen.base.errors import UserError
+from optgen.formats import Codebook, Format, Fp8, Noise, Plan, codebooks, fp32, softsign, ue7m9, ue8m8
 from optgen.formats.fp8 import numbers
 from optgen.ir import node as ir
 from optgen.ir.node import Node
@@ -629,3 +630,24 @@ def test_a_block_with_what_is_no_number_reads_as_nan_and_no_other(fmt: Any, bad:
     read = fmt.decode(fmt.encode(x))
     assert bool(read[1, 1].isnan().all())
     assert int(read.isnan().sum()) == fmt.block
+
+
+@pytest.mark.parametrize("p", [2, 1e-5, 1 / 3, 0.33333334])
+def test_a_power_names_a_table_that_code_can_have(p: float) -> None:
+    named = [Codebook(codebooks.powers(x, 4), 4).name for x in (p, 0.33333333)]
+    assert all(name.isidentifier() for name in named)
+    assert named[0] != named[1]
+
+
+@pytest.mark.parametrize("number", [-1e39, 10**400, Fraction(1, 3), np.float32(1)], ids=["1e39", "1e400", "1/3", "f32"])
+def test_numbers_that_no_table_holds_are_refused(number: float) -> None:
+    with pytest.raises(UserError) as caught:
+        Codebook((0.0, number), 4)
+    assert caught.value.code == "E311"
+
+
+@pytest.mark.parametrize(("k", "hint"), [(np.int64(1), "int(x)"), (np.float32(1), "float(x)"), (-1, "k <= 2^16")])
+def test_a_number_of_another_library_is_told_from_one_out_of_range(k: float, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        softsign(k)
+    assert str(caught.value).splitlines()[0].endswith(hint)

@@ -186,6 +186,21 @@ def test_d_adaptation_is_the_authors(options: dict[str, Any]) -> None:
     assert len({float(s["d"]) for s in c.state.values()}) == 1
 
 
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+def test_a_clipped_spike_is_squared_after_it_is_clipped(backend: str) -> None:
+    """The square of the factor, 1e-44, would vanish or lose its bits where that of the product does not."""
+    spike, max_norm, beta2 = 1e19, 1e-3, 0.999
+    p = torch.nn.Parameter(torch.ones(4, 16))
+    p.grad = torch.zeros(4, 16)
+    p.grad[0, 0] = spike
+    opt = compiled("clipped_adamw")([p], backend=backend, max_norm=max_norm, betas=(0.9, beta2))
+    opt.step()
+    # Fewer than 16 roundings of 2^-24 each, and an approximate root and quotient by 4 ulp each, squared.
+    bound = (16 + 4 * 8) * 2**-24
+    assert opt.state[p]["exp_avg_sq"][0, 0].item() == pytest.approx((1 - beta2) * max_norm**2, rel=bound)
+
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 def test_clipping_by_the_global_norm_is_torchs(max_norm: float) -> None:
     """Over two groups and two dtypes of storage: the norm is one for all."""

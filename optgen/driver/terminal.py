@@ -188,6 +188,9 @@ def _print_error(terminal: Terminal, text: str) -> None:
 def run(app: typer.Typer, arguments: list[str] | None) -> int:
     """The whole program: its exit code.  A wrong option with --json is an object as well."""
     words = sys.argv[1:] if arguments is None else arguments
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this; the exit code is told all the same
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         code = app(args=words, prog_name="optgen", standalone_mode=False)
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, TypeGuard
 
 from optgen.base.errors import UserError
@@ -65,10 +66,17 @@ def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
         raise UserError("E305", loc=fmt.loc, what=f"{type(fmt).__name__}({key}={got})", want=want)
 
 
+def as_pythons(value: object) -> str:
+    """What to add where a number is none of Python's own: NumPy's, SymPy's, a fraction."""
+    if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
+        return ""
+    return ", as a number of Python's: " + ("int(x)" if isinstance(value, numbers.Integral) else "float(x)")
+
+
 def check_number(what: str, value: object, low: float, high: float, want: str, loc: Loc | None) -> None:
     """Raises UserError unless low <= value <= high, a finite number."""
     if not is_number(value) or not low <= value <= high:
-        raise UserError("E305", loc=loc, what=what, want=want)
+        raise UserError("E305", loc=loc, what=what, want=want + as_pythons(value))
 
 
 def check_line(what: str, text: object, loc: Loc | None) -> None:
@@ -81,6 +89,7 @@ __all__ = [
     "A_COMPANDER",
     "A_SCALE",
     "BLOCKS",
+    "as_pythons",
     "check_block",
     "check_line",
     "check_number",

@@ -11,7 +11,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.check import A_SCALE, check_block, check_part, check_words, is_number
+from optgen.formats.check import A_SCALE, as_pythons, check_block, check_part, check_words, is_number
 from optgen.formats.coded import Coded
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
@@ -130,6 +130,9 @@ class Codebook(Coded):
         return book(self.table, self.bits, self.ties, self.name)
 
 
+_RANGE = "numbers from -1 to 1: they are multiples of the block's largest"
+
+
 def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float, ...]:
     """The table as f32 numbers; UserError where it is none that a Codebook can have."""
 
@@ -140,7 +143,9 @@ def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float,
         raise refuse(f"a {type(table).__name__}", "a tuple of numbers, such as dynamic() or (-1.0, 0.0, 1.0)")
     for x in table:
         if not is_number(x):
-            raise refuse(f"{x!r} among its numbers", "finite numbers only")
+            raise refuse(f"{x!r} among its numbers", "finite numbers only" + as_pythons(x))
+        if abs(x) > 2.0**127:  # too large for fp32
+            raise refuse(f"{x!r} among its numbers", _RANGE)
     if not 2 <= len(table) <= 1 << bits:
         raise refuse(f"{len(table)} numbers", f"2 to {1 << bits} of them for codes of {bits} bits")
     values = tuple(f32(x) for x in table)
@@ -150,7 +155,7 @@ def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float,
             raise refuse(f"number {k}, {table[k]:g}, {what}", "rising numbers, all different as fp32")
     if values[0] < -1 or values[-1] > 1:
         worst = values[0] if values[0] < -1 else values[-1]
-        raise refuse(f"{worst:g} among its numbers", "numbers from -1 to 1: they are multiples of the block's largest")
+        raise refuse(f"{worst:g} among its numbers", _RANGE)
     if not values[-1] > 0:
         raise refuse("no number above 0", "positive numbers too")
     return values

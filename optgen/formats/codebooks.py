@@ -88,7 +88,9 @@ def _checked_powers(p: float, bits: int, loc: Loc) -> Numbers:
 @lru_cache
 def _powers(p: float, bits: int) -> Numbers:
     n = 1 << bits
-    name = f"power{p:g}_{bits}".replace(".", "_") if p != 1 else f"linear{bits}_nozero"
+    # Another p is another name, and every name is part of one of Python's: 1e-05 has a sign.
+    text = str(int(p) if p == int(p) else float(p)).replace(".", "_").replace("-", "m")
+    name = f"power{text}_{bits}" if p != 1 else f"linear{bits}_nozero"
     return Numbers(name, (f32((k / n) ** p) for k in range(1, n + 1)))
 
 

@@ -174,14 +174,23 @@ class Grouper:
     def join(self, p: Product) -> Node | None:
         """The node: host * block * num / den; None for 1."""
         scale, square = _mul(p.host, p.block), len({n.uid for n in p.num}) < len(p.num)
-        for n in p.num:
-            if n.space.name in FEW and p.block is None:
-                scale = _mul(scale, n)
-        # (h * g) * g rather than h * (g * g), which overflows where the product may not: as many instructions.
-        out = scale if square else None
+        few: list[Node] = []
+        again: Node | None = None  # what of few values stands twice: its square may vanish where the product does not
+        rest: list[Node] = []
         for n in p.num:
             if n.space.name not in FEW or p.block is not None:
-                out = _mul(out, n)
+                rest.append(n)
+            elif n in few:
+                again = _mul(again, n)
+            else:
+                few.append(n)
+                scale = _mul(scale, n)
+        if again is not None:
+            rest.append(ir.op("mul", again, rest.pop()) if rest else again)
+        # (h * g) * g rather than h * (g * g), which overflows where the product may not: as many instructions.
+        out = scale if square else None
+        for n in rest:
+            out = _mul(out, n)
         if not square:
             out = _mul(scale, out)
         den: Node | None = None

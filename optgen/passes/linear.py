@@ -52,7 +52,10 @@ def _is_few(node: Node) -> bool:
 
 
 def _apart(node: Node) -> Node:
-    """A product of an element's value and of several of rows, matrices or tensors: these as one factor."""
+    """A product of an element's value and of several of rows, matrices or tensors: these as one factor.
+
+    A square stays as it is: that of a small factor may vanish where the product with a large value does not.
+    """
     few: list[Node] = []
     rest: list[Node] = []
     divides = False
@@ -72,7 +75,8 @@ def _apart(node: Node) -> Node:
             rest.append(x)
 
     collect(node)
-    if not rest or not (divides or len(few) > 1):
+    twice = len({x.uid for x in few}) < len(few)
+    if not rest or twice or not (divides or len(few) > 1):
         return node
     return ir.op("mul", _product(rest), _product(few))
 
@@ -127,7 +131,7 @@ def linear(program: Program) -> Program:
         (x,) = node.args
         factors = _factors(x.args[0] if x.op == "div" else x)
         host = [f for f in factors if f.space == spaces.host]
-        others = [f for f in factors if f.space != spaces.host]
+        others = sorted((f for f in factors if f.space != spaces.host), key=_is_few)
         if not host or not others or _square(others).space != spaces.elem:
             return node
         fired = True
