@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   24 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -28,7 +28,7 @@ struct clipped_adamw_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -80,23 +80,19 @@ struct clipped_adamw_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
+        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
-            store(model_min_at + i, model_sum_of_g_min);
-            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -114,7 +110,6 @@ struct clipped_adamw_float32_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -125,8 +120,6 @@ struct clipped_adamw_float32_4 {
         float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[5];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -137,7 +130,6 @@ struct clipped_adamw_float32_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -146,7 +138,7 @@ struct clipped_adamw_float32_4 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -168,7 +160,7 @@ struct clipped_adamw_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -200,7 +192,6 @@ struct clipped_adamw_bfloat16_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -211,8 +202,6 @@ struct clipped_adamw_bfloat16_4 {
         float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[5];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -223,7 +212,6 @@ struct clipped_adamw_bfloat16_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -234,7 +222,7 @@ struct clipped_adamw_bfloat16_4 {
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -262,7 +250,6 @@ struct clipped_adamw_float16_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -273,8 +260,6 @@ struct clipped_adamw_float16_4 {
         float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[5];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -285,7 +270,6 @@ struct clipped_adamw_float16_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -296,7 +280,7 @@ struct clipped_adamw_float16_4 {
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -318,7 +302,7 @@ struct clipped_adamw_float32_amsgrad_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -370,23 +354,19 @@ struct clipped_adamw_float32_amsgrad_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {8, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
+        {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
+        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
-            store(model_min_at + i, model_sum_of_g_min);
-            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -405,7 +385,6 @@ struct clipped_adamw_float32_amsgrad_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -417,8 +396,6 @@ struct clipped_adamw_float32_amsgrad_4 {
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -429,7 +406,6 @@ struct clipped_adamw_float32_amsgrad_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -439,7 +415,7 @@ struct clipped_adamw_float32_amsgrad_4 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -464,7 +440,7 @@ struct clipped_adamw_bfloat16_amsgrad_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -497,7 +473,6 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -509,8 +484,6 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -521,7 +494,6 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -533,7 +505,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const F p = widened(p_stored);                                 // bf16, nearest
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -565,7 +537,6 @@ struct clipped_adamw_float16_amsgrad_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -577,8 +548,6 @@ struct clipped_adamw_float16_amsgrad_4 {
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -589,7 +558,6 @@ struct clipped_adamw_float16_amsgrad_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -601,7 +569,7 @@ struct clipped_adamw_float16_amsgrad_4 {
             const F p = widen_half(p_stored);                              // f16, nearest
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -630,7 +598,6 @@ struct clipped_adamw_float32 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -654,7 +621,6 @@ struct clipped_adamw_bfloat16 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -678,7 +644,6 @@ struct clipped_adamw_float16 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -703,7 +668,6 @@ struct clipped_adamw_float32_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -728,7 +692,6 @@ struct clipped_adamw_bfloat16_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -753,7 +716,6 @@ struct clipped_adamw_float16_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {

@@ -13,7 +13,7 @@
 #     exp_avg_sq  4 B  f32
 #                 exact; every f32
 #   traffic   24 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -38,11 +38,11 @@ def clipped_adamw_float32_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -95,58 +95,49 @@ def clipped_adamw_float32_2_round(
 def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
+    rows = tl.load(row + 9)
+    columns = tl.load(row + 10)
     clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
-def clipped_adamw_float32_3_values(
-    model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, max_norm,
-):
+def clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    model_sum_of_g_min = tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(model_min_ptr, model_sum_of_g_min)
-    tl.store(model_min_times_model_min_ptr, model_sum_of_g_min * model_sum_of_g_min)
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float32_3_round(
-    model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_3_values(model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, max_norm)
+    clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
 def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 6, tl.float32, False)
-    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float32_3_round(
-        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        LANES,
-    )
+    rows = tl.load(row + 9)
+    columns = tl.load(row + 10)
+    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
 def clipped_adamw_float32_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr, at, live, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -154,12 +145,11 @@ def clipped_adamw_float32_4_tile(
     model_min = tl.load(model_min_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -181,15 +171,14 @@ def clipped_adamw_float32_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
+    numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -204,7 +193,7 @@ def clipped_adamw_float32_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
@@ -212,20 +201,18 @@ def clipped_adamw_float32_4(
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
-            model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_float32_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
-                model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
             )
 
 
@@ -246,11 +233,11 @@ def clipped_adamw_bfloat16_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -286,8 +273,8 @@ def clipped_adamw_bfloat16_1(
 
 @triton.jit
 def clipped_adamw_bfloat16_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr, at, live, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -295,14 +282,13 @@ def clipped_adamw_bfloat16_4_tile(
     model_min = tl.load(model_min_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -326,15 +312,14 @@ def clipped_adamw_bfloat16_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
+    numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -349,7 +334,7 @@ def clipped_adamw_bfloat16_4(
         for odd in tl.static_range(2):
             clipped_adamw_bfloat16_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
@@ -357,20 +342,18 @@ def clipped_adamw_bfloat16_4(
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
-            model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_bfloat16_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
-                model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
             )
 
 
@@ -391,11 +374,11 @@ def clipped_adamw_float16_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -431,8 +414,8 @@ def clipped_adamw_float16_1(
 
 @triton.jit
 def clipped_adamw_float16_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr, at, live, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -440,14 +423,13 @@ def clipped_adamw_float16_4_tile(
     model_min = tl.load(model_min_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -469,15 +451,14 @@ def clipped_adamw_float16_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
+    numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -492,7 +473,7 @@ def clipped_adamw_float16_4(
         for odd in tl.static_range(2):
             clipped_adamw_float16_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
@@ -500,20 +481,18 @@ def clipped_adamw_float16_4(
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
-            model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_float16_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
-                model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
             )
 
 
@@ -524,11 +503,11 @@ def clipped_adamw_float32_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -566,13 +545,13 @@ def clipped_adamw_float32_amsgrad_1(
 def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
     clipped_adamw_float32_2_round(
         model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
@@ -582,26 +561,23 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
 def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 7, tl.float32, False)
-    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
     clipped_adamw_float32_3_round(
-        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
-    model_min_times_model_min_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-    scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -609,12 +585,11 @@ def clipped_adamw_float32_amsgrad_4_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -639,7 +614,7 @@ def clipped_adamw_float32_amsgrad_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -647,8 +622,7 @@ def clipped_adamw_float32_amsgrad_4(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 13)
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -664,19 +638,17 @@ def clipped_adamw_float32_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
-                model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, False,
+            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -684,7 +656,7 @@ def clipped_adamw_float32_amsgrad_4(
             live = few < count - start
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, True,
             )
@@ -697,11 +669,11 @@ def clipped_adamw_bfloat16_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -737,10 +709,9 @@ def clipped_adamw_bfloat16_amsgrad_1(
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
-    model_min_times_model_min_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-    scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -748,14 +719,13 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -782,7 +752,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -790,8 +760,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 13)
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -807,19 +776,17 @@ def clipped_adamw_bfloat16_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
-                model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, False,
+            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -827,7 +794,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
             live = few < count - start
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, True,
             )
@@ -840,11 +807,11 @@ def clipped_adamw_float16_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -880,10 +847,9 @@ def clipped_adamw_float16_amsgrad_1(
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
-    model_min_times_model_min_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-    scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -891,14 +857,13 @@ def clipped_adamw_float16_amsgrad_4_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -923,7 +888,7 @@ def clipped_adamw_float16_amsgrad_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -931,8 +896,7 @@ def clipped_adamw_float16_amsgrad_4(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 13)
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -948,19 +912,17 @@ def clipped_adamw_float16_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
-                model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, False,
+            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -968,7 +930,7 @@ def clipped_adamw_float16_amsgrad_4(
             live = few < count - start
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, True,
             )

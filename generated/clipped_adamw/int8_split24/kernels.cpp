@@ -13,7 +13,7 @@
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 //                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -28,7 +28,7 @@ struct clipped_adamw_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {6, 10, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {6, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -80,23 +80,19 @@ struct clipped_adamw_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {8, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
-        {7, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
+        {7, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
+        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
-            store(model_min_at + i, model_sum_of_g_min);
-            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -116,7 +112,6 @@ struct clipped_adamw_float32_4 {
         {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -135,8 +130,6 @@ struct clipped_adamw_float32_4 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];   // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -147,21 +140,20 @@ struct clipped_adamw_float32_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float model_min_times_model_min_sqrt_kept[TILE];
+        alignas(64) float model_min_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -223,19 +215,19 @@ struct clipped_adamw_float32_4 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
-                const F model_min_times_model_min_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
+                const F model_min_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_times_model_min_sqrt, scalar_3, scalar_4), p_2);
-                const I exp_avg_sq_pattern = bits(model_min_times_model_min_sqrt);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_sqrt, scalar_3, scalar_4), p_2);
+                const I exp_avg_sq_pattern = bits(model_min_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(model_min_times_model_min_sqrt_kept + i, model_min_times_model_min_sqrt);
+                store(model_min_sqrt_kept + i, model_min_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_3);
             }
@@ -247,7 +239,7 @@ struct clipped_adamw_float32_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + b);
+            const F model_min_sqrt = load(model_min_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -256,18 +248,18 @@ struct clipped_adamw_float32_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
+            store(model_min_add_2_kept + b, model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
+            store(model_min_sub_kept + b, model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
+            store(model_min_add_kept + b, model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -275,21 +267,21 @@ struct clipped_adamw_float32_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
+            const I model_min_add_2(model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
+            const I model_min_sub(model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
+            const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
+                const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(model_min_times_model_min_sqrt) - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(model_min_sqrt) - exp_avg_sq_base, model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F model_min_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
@@ -337,7 +329,7 @@ struct clipped_adamw_float32_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -389,23 +381,19 @@ struct clipped_adamw_float32_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
+        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
-            store(model_min_at + i, model_sum_of_g_min);
-            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -423,7 +411,6 @@ struct clipped_adamw_float32_small_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -434,8 +421,6 @@ struct clipped_adamw_float32_small_4 {
         float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[5];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -446,7 +431,6 @@ struct clipped_adamw_float32_small_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -455,7 +439,7 @@ struct clipped_adamw_float32_small_4 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -477,7 +461,7 @@ struct clipped_adamw_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {7, 11, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {7, 10, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -530,23 +514,19 @@ struct clipped_adamw_bfloat16_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
-        {8, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
+        {8, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
+        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
-            store(model_min_at + i, model_sum_of_g_min);
-            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -567,7 +547,6 @@ struct clipped_adamw_bfloat16_4 {
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -587,8 +566,6 @@ struct clipped_adamw_bfloat16_4 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[7];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[8];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -599,21 +576,20 @@ struct clipped_adamw_bfloat16_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float model_min_times_model_min_sqrt_kept[TILE];
+        alignas(64) float model_min_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -677,16 +653,16 @@ struct clipped_adamw_bfloat16_4 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F model_min_times_model_min_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
+                const F model_min_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(model_min_times_model_min_sqrt);
+                const I exp_avg_sq_pattern = bits(model_min_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(model_min_times_model_min_sqrt_kept + i, model_min_times_model_min_sqrt);
+                store(model_min_sqrt_kept + i, model_min_sqrt);
                 store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -697,14 +673,14 @@ struct clipped_adamw_bfloat16_4 {
         for (int b = 0; b < blocks; b++) {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
-                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
+                const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_times_model_min_sqrt, scalar_3, scalar_4), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_sqrt, scalar_3, scalar_4), p_2);
                 const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
@@ -715,7 +691,7 @@ struct clipped_adamw_bfloat16_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + b);
+            const F model_min_sqrt = load(model_min_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -724,18 +700,18 @@ struct clipped_adamw_bfloat16_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
+            store(model_min_add_2_kept + b, model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
+            store(model_min_sub_kept + b, model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
+            store(model_min_add_kept + b, model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -743,21 +719,21 @@ struct clipped_adamw_bfloat16_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
+            const I model_min_add_2(model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
+            const I model_min_sub(model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
+            const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
+                const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(model_min_times_model_min_sqrt) - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(model_min_sqrt) - exp_avg_sq_base, model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F model_min_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
@@ -804,7 +780,7 @@ struct clipped_adamw_bfloat16_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -857,23 +833,19 @@ struct clipped_adamw_bfloat16_small_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {8, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
+        {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
+        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
-            store(model_min_at + i, model_sum_of_g_min);
-            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -892,7 +864,6 @@ struct clipped_adamw_bfloat16_small_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -904,8 +875,6 @@ struct clipped_adamw_bfloat16_small_4 {
         float *__restrict exp_avg_at = (float *)at[3];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -918,7 +887,6 @@ struct clipped_adamw_bfloat16_small_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -947,7 +915,7 @@ struct clipped_adamw_bfloat16_small_4 {
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -981,7 +949,6 @@ struct clipped_adamw_float16_4 {
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1001,8 +968,6 @@ struct clipped_adamw_float16_4 {
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[7];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[8];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1013,21 +978,20 @@ struct clipped_adamw_float16_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float model_min_times_model_min_sqrt_kept[TILE];
+        alignas(64) float model_min_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float model_min_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -1091,16 +1055,16 @@ struct clipped_adamw_float16_4 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F model_min_times_model_min_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
+                const F model_min_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(model_min_times_model_min_sqrt);
+                const I exp_avg_sq_pattern = bits(model_min_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(model_min_times_model_min_sqrt_kept + i, model_min_times_model_min_sqrt);
+                store(model_min_sqrt_kept + i, model_min_sqrt);
                 store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -1111,7 +1075,7 @@ struct clipped_adamw_float16_4 {
         for (int b = 0; b < blocks; b++) {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
-                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
+                const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
@@ -1126,7 +1090,7 @@ struct clipped_adamw_float16_4 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_times_model_min_sqrt, scalar_3, scalar_4), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(model_min_sqrt, scalar_3, scalar_4), p_2);
                 const I model_min_bitcast = bits(p_3);
                 const I p_sign = model_min_bitcast >> 16 & 32768;
                 const I p_magnitude = model_min_bitcast & 2147483647;
@@ -1149,7 +1113,7 @@ struct clipped_adamw_float16_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + b);
+            const F model_min_sqrt = load(model_min_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
@@ -1158,18 +1122,18 @@ struct clipped_adamw_float16_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
+            store(model_min_add_2_kept + b, model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
+            store(model_min_sub_kept + b, model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
+            store(model_min_add_kept + b, model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -1177,21 +1141,21 @@ struct clipped_adamw_float16_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
+            const I model_min_add_2(model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
+            const I model_min_sub(model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
+            const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F model_min_times_model_min_sqrt = load(model_min_times_model_min_sqrt_kept + i);
+                const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(model_min_times_model_min_sqrt) - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(model_min_sqrt) - exp_avg_sq_base, model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F model_min_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(model_min_abs), i, end);
@@ -1243,7 +1207,6 @@ struct clipped_adamw_float16_small_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1255,8 +1218,6 @@ struct clipped_adamw_float16_small_4 {
         float *__restrict exp_avg_at = (float *)at[3];                // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1269,7 +1230,6 @@ struct clipped_adamw_float16_small_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1306,7 +1266,7 @@ struct clipped_adamw_float16_small_4 {
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -1345,7 +1305,7 @@ struct clipped_adamw_float32_amsgrad_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {8, 12, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {8, 11, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1397,23 +1357,19 @@ struct clipped_adamw_float32_amsgrad_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {11, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
+        {9, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
+        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
-            store(model_min_at + i, model_sum_of_g_min);
-            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -1435,7 +1391,6 @@ struct clipped_adamw_float32_amsgrad_4 {
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // max_exp_avg_sq
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // max_exp_avg_sq_range
         {10, -1, 4, WHOLE, true, false, NONE, 8},  // model_min
-        {11, -1, 4, WHOLE, true, false, NONE, 9},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1456,8 +1411,6 @@ struct clipped_adamw_float32_amsgrad_4 {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[8];     // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[9];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1468,7 +1421,6 @@ struct clipped_adamw_float32_amsgrad_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1481,11 +1433,11 @@ struct clipped_adamw_float32_amsgrad_4 {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -1569,7 +1521,7 @@ struct clipped_adamw_float32_amsgrad_4 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1613,12 +1565,12 @@ struct clipped_adamw_float32_amsgrad_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I max_exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
@@ -1630,11 +1582,11 @@ struct clipped_adamw_float32_amsgrad_4 {
             const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
+            store(model_min_add_2_kept + b, model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
+            store(model_min_sub_kept + b, model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
+            store(model_min_add_kept + b, model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -1646,11 +1598,11 @@ struct clipped_adamw_float32_amsgrad_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
+            const I model_min_add_2(model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
+            const I model_min_sub(model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
+            const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -1661,10 +1613,10 @@ struct clipped_adamw_float32_amsgrad_4 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F model_min_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
@@ -1715,7 +1667,7 @@ struct clipped_adamw_float32_amsgrad_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1747,7 +1699,6 @@ struct clipped_adamw_float32_amsgrad_small_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1759,8 +1710,6 @@ struct clipped_adamw_float32_amsgrad_small_4 {
         float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[6];
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -1771,7 +1720,6 @@ struct clipped_adamw_float32_amsgrad_small_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -1781,7 +1729,7 @@ struct clipped_adamw_float32_amsgrad_small_4 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -1806,7 +1754,7 @@ struct clipped_adamw_bfloat16_amsgrad_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {9, 13, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {9, 12, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1859,23 +1807,19 @@ struct clipped_adamw_bfloat16_amsgrad_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {11, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // model_min_times_model_min
-        {10, -1, 4, WHOLE, true, false, NONE, 2},  // model_sum_of_g
+        {10, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
-        float *__restrict model_min_times_model_min_at = (float *)at[1];   // float32 [model]  written
-        const float *__restrict model_sum_of_g_at = (const float *)at[2];  // float32 [model]  read
+        const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
         const F max_norm(known.scalars[1]);
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            const F model_sum_of_g_min = min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f));
-            store(model_min_at + i, model_sum_of_g_min);
-            store(model_min_times_model_min_at + i, model_sum_of_g_min * model_sum_of_g_min);
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -1898,7 +1842,6 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // max_exp_avg_sq
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // max_exp_avg_sq_range
         {11, -1, 4, WHOLE, true, false, NONE, 9},  // model_min
-        {12, -1, 4, WHOLE, true, false, NONE, 10},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1920,8 +1863,6 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[9];     // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[10];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1932,7 +1873,6 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1945,11 +1885,11 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -2035,7 +1975,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -2093,12 +2033,12 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I max_exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
@@ -2110,11 +2050,11 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
+            store(model_min_add_2_kept + b, model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
+            store(model_min_sub_kept + b, model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
+            store(model_min_add_kept + b, model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -2126,11 +2066,11 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
+            const I model_min_add_2(model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
+            const I model_min_sub(model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
+            const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -2141,10 +2081,10 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F model_min_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
@@ -2194,7 +2134,7 @@ struct clipped_adamw_bfloat16_amsgrad_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {6, 10, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
+        {6, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2228,7 +2168,6 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // max_exp_avg_sq
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2241,8 +2180,6 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[5];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2255,7 +2192,6 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2285,7 +2221,7 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
@@ -2324,7 +2260,6 @@ struct clipped_adamw_float16_amsgrad_4 {
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // max_exp_avg_sq
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // max_exp_avg_sq_range
         {11, -1, 4, WHOLE, true, false, NONE, 9},  // model_min
-        {12, -1, 4, WHOLE, true, false, NONE, 10},  // model_min_times_model_min
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2346,8 +2281,6 @@ struct clipped_adamw_float16_amsgrad_4 {
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const float *__restrict model_min_at = (const float *)at[9];     // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[10];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2358,7 +2291,6 @@ struct clipped_adamw_float16_amsgrad_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -2371,11 +2303,11 @@ struct clipped_adamw_float16_amsgrad_4 {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t model_min_times_model_min_add_kept[TILE / BLOCK];
+        alignas(64) int32_t model_min_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
@@ -2461,7 +2393,7 @@ struct clipped_adamw_float16_amsgrad_4 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -2539,12 +2471,12 @@ struct clipped_adamw_float16_amsgrad_4 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I model_min_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base;
+            const I model_min_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I max_exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
@@ -2556,11 +2488,11 @@ struct clipped_adamw_float16_amsgrad_4 {
             const I max_exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(max_exp_avg_sq_units)));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
             const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(model_min_times_model_min_add_2_kept + b, model_min_times_model_min_add_2);
+            store(model_min_add_2_kept + b, model_min_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(model_min_times_model_min_sub_kept + b, model_min_times_model_min_sub);
+            store(model_min_sub_kept + b, model_min_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(model_min_times_model_min_add_kept + b, model_min_times_model_min_add);
+            store(model_min_add_kept + b, model_min_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
             store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
@@ -2572,11 +2504,11 @@ struct clipped_adamw_float16_amsgrad_4 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I model_min_times_model_min_add_2(model_min_times_model_min_add_2_kept[b]);
+            const I model_min_add_2(model_min_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I model_min_times_model_min_sub(model_min_times_model_min_sub_kept[b]);
+            const I model_min_sub(model_min_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I model_min_times_model_min_add(model_min_times_model_min_add_kept[b]);
+            const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
@@ -2587,10 +2519,10 @@ struct clipped_adamw_float16_amsgrad_4 {
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_times_model_min_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_times_model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + model_min_add_2;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, model_min_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(model_min_times_model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(model_min_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F model_min_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
@@ -2646,7 +2578,6 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // max_exp_avg_sq
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min_times_model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2659,8 +2590,6 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[5];         // float32 [n]  read and written
         const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_min_times_model_min_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2673,7 +2602,6 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
         const F model_min = F(*model_min_at);
-        const F model_min_times_model_min = F(*model_min_times_model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -2711,7 +2639,7 @@ struct clipped_adamw_float16_amsgrad_small_4 {
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -2759,7 +2687,6 @@ struct clipped_adamw_float32 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2783,7 +2710,6 @@ struct clipped_adamw_float32_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2810,7 +2736,6 @@ struct clipped_adamw_bfloat16 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2835,7 +2760,6 @@ struct clipped_adamw_bfloat16_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2862,7 +2786,6 @@ struct clipped_adamw_float16 {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2887,7 +2810,6 @@ struct clipped_adamw_float16_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2915,7 +2837,6 @@ struct clipped_adamw_float32_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2940,7 +2861,6 @@ struct clipped_adamw_float32_amsgrad_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2969,7 +2889,6 @@ struct clipped_adamw_bfloat16_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2995,7 +2914,6 @@ struct clipped_adamw_bfloat16_amsgrad_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -3024,7 +2942,6 @@ struct clipped_adamw_float16_amsgrad {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -3050,7 +2967,6 @@ struct clipped_adamw_float16_amsgrad_small {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
-        {4, WHOLE},  // model_min_times_model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {

@@ -13,7 +13,7 @@
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 #                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -38,11 +38,11 @@ def clipped_adamw_float32_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -95,60 +95,51 @@ def clipped_adamw_float32_2_round(
 def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
+    rows = tl.load(row + 11)
+    columns = tl.load(row + 12)
     clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
-def clipped_adamw_float32_3_values(
-    model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, max_norm,
-):
+def clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    model_sum_of_g_min = tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(model_min_ptr, model_sum_of_g_min)
-    tl.store(model_min_times_model_min_ptr, model_sum_of_g_min * model_sum_of_g_min)
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float32_3_round(
-    model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_3_values(model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, max_norm)
+    clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
 def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 8, tl.float32, False)
-    model_min_times_model_min_ptr = pointer(row + 9, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    clipped_adamw_float32_3_round(
-        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        LANES,
-    )
+    rows = tl.load(row + 11)
+    columns = tl.load(row + 12)
+    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
 def clipped_adamw_float32_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr,
-    model_min_times_model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -170,7 +161,6 @@ def clipped_adamw_float32_4_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
@@ -179,14 +169,14 @@ def clipped_adamw_float32_4_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
-    model_min_times_model_min_sqrt = tl.sqrt(exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq)
+    model_min_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_times_model_min_sqrt, scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    exp_avg_sq_pattern = model_min_times_model_min_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = model_min_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -195,10 +185,10 @@ def clipped_adamw_float32_4_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
+    model_min_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -208,12 +198,12 @@ def clipped_adamw_float32_4_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     model_min_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -237,7 +227,7 @@ def clipped_adamw_float32_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -246,7 +236,431 @@ def clipped_adamw_float32_4(
     exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 13)
+    columns = tl.load(row + 14)
+    stream_key = tl.load(row + 15).to(tl.int32)
+    pace = (tl.load(row + 18) + 63) // 64 * 64
+    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
+    BLOCKS: tl.constexpr = TILE // 64
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
+    if RAGGED:
+        # Rows end within a block: tiles count blocks row by row, every access is masked.
+        per_row = (columns + 63) // 64
+        blocks = numel // columns * per_row
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
+            start = block // per_row * columns
+            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
+            where = start[:, None] + lane
+            live_block = block < blocks
+            live = (lane < columns) & live_block[:, None]
+            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
+            number = number[:, None] + tl.arange(0, 64)[None, :]
+            clipped_adamw_float32_4_tile(
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr, where,
+                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
+    else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_scale_ptr += first * BLOCKS
+        exp_avg_sq_ptr += origin
+        exp_avg_sq_range_ptr += first * BLOCKS
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_float32_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_float32_4_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                clipped_adamw_float32_4_tile(
+                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_float32_small_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 20 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 11)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+
+
+@triton.jit
+def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 20 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
+    rows = tl.load(row + 9)
+    columns = tl.load(row + 10)
+    clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
+
+
+@triton.jit
+def clipped_adamw_float32_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 20 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_min_ptr = pointer(row + 6, tl.float32, False)
+    model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
+    rows = tl.load(row + 9)
+    columns = tl.load(row + 10)
+    clipped_adamw_float32_3_round(
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_small_4_tile(
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p = get(p_ptr, at, live, MASKED)
+    # -- update  (specs/clipped_adamw.py)
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg)
+    # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(p_ptr, at, p, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_float32_small_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 20 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
+    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
+    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
+    numel = tl.load(row + 11)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    p_ptr += origin
+    g_ptr += origin
+    exp_avg_ptr += origin
+    exp_avg_sq_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            clipped_adamw_float32_small_4_tile(
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            )
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        clipped_adamw_float32_small_4_tile(
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+        )
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            clipped_adamw_float32_small_4_tile(
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
+            )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+    """One tile."""
+    # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    # -- encode and store
+    g_cast = widened(g_stored)
+    return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_bfloat16_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 23 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 14)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+
+
+@triton.jit
+def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 23 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
+    rows = tl.load(row + 12)
+    columns = tl.load(row + 13)
+    clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
+
+
+@triton.jit
+def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 23 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_min_ptr = pointer(row + 9, tl.float32, False)
+    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
+    rows = tl.load(row + 12)
+    columns = tl.load(row + 13)
+    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
+
+
+@triton.jit
+def clipped_adamw_bfloat16_4_tile(
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    model_min_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
+    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
+    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
+    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
+    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = widened(g_stored)
+    exp_avg_scale_mul = beta1 * exp_avg_scale
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
+    model_min_sqrt = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_sqrt, scalar_3, scalar_4)), p)
+    # -- encode and store
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+    exp_avg_sq_pattern = model_min_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
+    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    model_min_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    exp_avg_sq_value = (model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
+    model_min_abs = tl.abs(exp_avg_value)
+    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_bfloat16_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 23 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
+    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
+    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 14)
     columns = tl.load(row + 15)
     stream_key = tl.load(row + 16).to(tl.int32)
@@ -270,9 +684,940 @@ def clipped_adamw_float32_4(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_float32_4_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr,
-                model_min_times_model_min_ptr, where, block, live, live_block, number, beta1, beta2,
+            clipped_adamw_bfloat16_4_tile(
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
+    else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        weight_low_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_scale_ptr += first * BLOCKS
+        exp_avg_sq_ptr += origin
+        exp_avg_sq_range_ptr += first * BLOCKS
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_bfloat16_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_bfloat16_4_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                model_min_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                clipped_adamw_bfloat16_4_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_bfloat16_small_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
+    clipped_adamw_float32_2_round(
+        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_min_ptr = pointer(row + 7, tl.float32, False)
+    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
+    clipped_adamw_float32_3_round(
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_4_tile(
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
+    MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    # bf16 and 8 more bits, stochastic
+    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = widened(g_stored)
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
+    # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    p_low = byte(p_word, 1)
+    put(weight_low_ptr, at, p_low, live, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_bfloat16_small_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
+    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
+    numel = tl.load(row + 12)
+    stream_key = tl.load(row + 14).to(tl.int32)
+    pace = tl.load(row + 17)
+    begin = tl.load(row + 15) * pace + tl.load(row + 16)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    if RAGGED:
+        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
+        columns = tl.load(row + 13)
+        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
+        for tile in range(first * (TILE // LESS), end):
+            where = tile * LESS + few
+            live = where < numel
+            number = (begin + where // columns * pace + where % columns).to(tl.int32)
+            clipped_adamw_bfloat16_small_4_tile(
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, where, live, number, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
+            )
+    else:
+        at = tl.arange(0, TILE)
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        weight_low_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_sq_ptr += origin
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin // 8 * 8 + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_bfloat16_small_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_5, scalar_6, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_bfloat16_small_4_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                clipped_adamw_bfloat16_small_4_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                    model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
+                )
+
+
+@triton.jit
+def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+    """One tile."""
+    # -- load and decode
+    g_stored = get(g_ptr, at, live, MASKED)
+    # -- encode and store
+    g_cast = g_stored.to(tl.float32)
+    return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_float16_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 23 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 14)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_4_tile(
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    model_min_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
+    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
+    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
+    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
+    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = apart(weight_low_code)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = g_stored.to(tl.float32)
+    exp_avg_scale_mul = beta1 * exp_avg_scale
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
+    model_min_sqrt = tl.sqrt(exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_sqrt, scalar_3, scalar_4)), p)
+    # -- encode and store
+    model_min_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = model_min_bitcast >> 16 & 32768
+    p_magnitude = model_min_bitcast & 2147483647
+    model_min_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * model_min_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_and = noise & 255
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(model_min_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+    exp_avg_sq_pattern = model_min_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
+    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    model_min_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    exp_avg_sq_value = (model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
+    model_min_abs = tl.abs(exp_avg_value)
+    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_float16_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 23 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
+    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
+    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    numel = tl.load(row + 14)
+    columns = tl.load(row + 15)
+    stream_key = tl.load(row + 16).to(tl.int32)
+    pace = (tl.load(row + 19) + 63) // 64 * 64
+    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
+    BLOCKS: tl.constexpr = TILE // 64
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
+    if RAGGED:
+        # Rows end within a block: tiles count blocks row by row, every access is masked.
+        per_row = (columns + 63) // 64
+        blocks = numel // columns * per_row
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
+            start = block // per_row * columns
+            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
+            where = start[:, None] + lane
+            live_block = block < blocks
+            live = (lane < columns) & live_block[:, None]
+            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
+            number = number[:, None] + tl.arange(0, 64)[None, :]
+            clipped_adamw_float16_4_tile(
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+            )
+    else:
+        at_block = tl.arange(0, BLOCKS)
+        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        weight_low_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_scale_ptr += first * BLOCKS
+        exp_avg_sq_ptr += origin
+        exp_avg_sq_range_ptr += first * BLOCKS
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_float16_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_float16_4_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                model_min_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                live_block = few_blocks * 64 < count - start
+                clipped_adamw_float16_4_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                )
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_float16_small_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_small_4_tile(
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
+    MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g_stored = get(g_ptr, at, live, MASKED)
+    exp_avg = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
+    p_stored = get(p_ptr, at, live, MASKED)
+    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
+    weight_low_code = get(weight_low_ptr, at, live, MASKED)
+    p_low = apart(weight_low_code)
+    p_offset = p_low + -128
+    p_wide = ((p_high & 32767) << 8) + p_offset
+    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
+    p_normal = (p_wide << 5) + 939524096
+    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    # f16 and 8 more bits, stochastic
+    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    # -- update  (specs/clipped_adamw.py)
+    g_cast = g_stored.to(tl.float32)
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
+    # -- encode and store
+    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
+    put(exp_avg_ptr, at, exp_avg, live, MASKED)
+    model_min_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = model_min_bitcast >> 16 & 32768
+    p_magnitude = model_min_bitcast & 2147483647
+    model_min_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * model_min_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    p_whole = tl.floor(p_steps)
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude + -939524096
+    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
+    p_wide = tl.where(model_min_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    p_kept = p_word.to(tl.uint8)
+    put(weight_low_ptr, at, p_kept, live, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_float16_small_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 21 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
+    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
+    numel = tl.load(row + 12)
+    stream_key = tl.load(row + 14).to(tl.int32)
+    pace = tl.load(row + 17)
+    begin = tl.load(row + 15) * pace + tl.load(row + 16)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    if RAGGED:
+        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
+        columns = tl.load(row + 13)
+        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
+        for tile in range(first * (TILE // LESS), end):
+            where = tile * LESS + few
+            live = where < numel
+            number = (begin + where // columns * pace + where % columns).to(tl.int32)
+            clipped_adamw_float16_small_4_tile(
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, where, live, number, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
+            )
+    else:
+        at = tl.arange(0, TILE)
+        origin = first * TILE
+        p_ptr += origin
+        g_ptr += origin
+        weight_low_ptr += origin
+        exp_avg_ptr += origin
+        exp_avg_sq_ptr += origin
+        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (begin // 8 * 8 + origin).to(tl.int32)
+        for pair in range(0, count // (2 * TILE)):
+            pair = opaque(pair)
+            start = pair * (2 * TILE)
+            for odd in tl.static_range(2):
+                clipped_adamw_float16_small_4_tile(
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_5, scalar_6, step_key, stream_key, False,
+                )
+        tile = count // (2 * TILE) * 2
+        start = tile * TILE
+        if start + TILE <= count:
+            clipped_adamw_float16_small_4_tile(
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
+            )
+        for part in tl.static_range(TILE // LESS):
+            start = count // TILE * TILE + part * LESS
+            if start < count:
+                live = few < count - start
+                clipped_adamw_float16_small_4_tile(
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                    model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
+                )
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_float32_amsgrad_1(
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 24 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 15)
+    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
+    LESS: tl.constexpr = TILE // 2
+    few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    at = tl.arange(0, TILE)
+    origin = first * TILE
+    g_ptr += origin
+    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+    for pair in range(0, count // (2 * TILE)):
+        start = opaque(pair) * (2 * TILE)
+        for odd in tl.static_range(2):
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
+            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    tile = count // (2 * TILE) * 2
+    start = tile * TILE
+    if start + TILE <= count:
+        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
+        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+    for part in tl.static_range(TILE // LESS):
+        start = count // TILE * TILE + part * LESS
+        if start < count:
+            live = few < count - start
+            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 24 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
+    rows = tl.load(row + 13)
+    columns = tl.load(row + 14)
+    clipped_adamw_float32_2_round(
+        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 24 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    model_min_ptr = pointer(row + 10, tl.float32, False)
+    model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
+    rows = tl.load(row + 13)
+    columns = tl.load(row + 14)
+    clipped_adamw_float32_3_round(
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_4_tile(
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
+    max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
+):
+    """One tile."""
+    # -- load and decode
+    model_min = tl.load(model_min_ptr)
+    g = widened(get(g_ptr, at, live, MASKED))
+    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
+    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
+    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = counter(exp_avg_code) - 8388736.0
+    exp_avg_bend = tl.abs(exp_avg_code)
+    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
+    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
+    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
+    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_piece = apart(exp_avg_sq_code)
+    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
+    max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
+    max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
+    max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
+    max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
+    max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
+    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
+    p = get(p_ptr, at, live, MASKED)
+    # -- update  (specs/clipped_adamw.py)
+    exp_avg_scale_mul = beta1 * exp_avg_scale
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq)
+    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p)
+    # -- encode and store
+    put(p_ptr, at, p, live, MASKED)
+    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
+    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
+    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
+    exp_avg_sq_start = exp_avg_sq_first << 22
+    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_half = exp_avg_sq_units * 10240
+    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
+    model_min_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_scale = exp_avg_sq_cells << 2
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
+    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_and = index & 7
+    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    exp_avg_sq_value = (model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
+    model_min_abs = tl.abs(exp_avg_value)
+    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
+    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
+    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
+    max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
+    max_exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
+    max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
+    max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
+    max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
+    max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
+    max_exp_avg_sq_start = max_exp_avg_sq_first << 22
+    max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
+    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
+    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
+    max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_range_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
+    put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
+    put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def clipped_adamw_float32_amsgrad_4(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+):
+    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 24 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
+    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
+    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
+    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
+    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
+    model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    stream_key = tl.load(row + 17).to(tl.int32)
+    pace = (tl.load(row + 20) + 63) // 64 * 64
+    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
+    BLOCKS: tl.constexpr = TILE // 64
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    LESS: tl.constexpr = FEW * 64
+    few_blocks = tl.arange(0, FEW)
+    if RAGGED:
+        # Rows end within a block: tiles count blocks row by row, every access is masked.
+        per_row = (columns + 63) // 64
+        blocks = numel // columns * per_row
+        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+        for tile in range(first * (BLOCKS // FEW), end):
+            block = tile * FEW + few_blocks
+            start = block // per_row * columns
+            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
+            where = start[:, None] + lane
+            live_block = block < blocks
+            live = (lane < columns) & live_block[:, None]
+            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
+            number = number[:, None] + tl.arange(0, 64)[None, :]
+            clipped_adamw_float32_amsgrad_4_tile(
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
+                max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, True,
             )
@@ -287,47 +1632,49 @@ def clipped_adamw_float32_4(
         exp_avg_scale_ptr += first * BLOCKS
         exp_avg_sq_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
+        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                clipped_adamw_float32_4_tile(
+                clipped_adamw_float32_amsgrad_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, model_min_times_model_min_ptr,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            clipped_adamw_float32_4_tile(
+            clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr,
-                model_min_times_model_min_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, False,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
+                max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                clipped_adamw_float32_4_tile(
+                clipped_adamw_float32_amsgrad_4_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, model_min_times_model_min_ptr,
-                    few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float32_small_1(
+def clipped_adamw_float32_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
@@ -372,41 +1719,9 @@ def clipped_adamw_float32_small_1(
 
 
 @triton.jit
-def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_float32_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 6, tl.float32, False)
-    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float32_3_round(
-        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_float32_small_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr, at, live, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+def clipped_adamw_float32_amsgrad_small_4_tile(
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -414,1376 +1729,12 @@ def clipped_adamw_float32_small_4_tile(
     model_min = tl.load(model_min_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
-    # -- update  (specs/clipped_adamw.py)
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg)
-    # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float32_small_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            clipped_adamw_float32_small_4_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
-            )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        clipped_adamw_float32_small_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
-            model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, False,
-        )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_float32_small_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr,
-                model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, True,
-            )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 9, tl.float32, False)
-    model_min_times_model_min_ptr = pointer(row + 10, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    clipped_adamw_float32_3_round(
-        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    model_min_ptr, model_min_times_model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    model_min = tl.load(model_min_ptr)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = widened(g_stored)
-    exp_avg_scale_mul = beta1 * exp_avg_scale
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
-    model_min_times_model_min_sqrt = tl.sqrt(exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_times_model_min_sqrt, scalar_3, scalar_4)), p)
-    # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    p_low = byte(p_word, 1)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-    exp_avg_sq_pattern = model_min_times_model_min_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    model_min_abs = tl.abs(exp_avg_value)
-    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_bfloat16_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                model_min_ptr, model_min_times_model_min_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_bfloat16_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                clipped_adamw_bfloat16_4_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, model_min_times_model_min_ptr,
-                    few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
-                )
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_bfloat16_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    clipped_adamw_float32_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
-    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    clipped_adamw_float32_3_round(
-        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr,
-    at, live, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    model_min = tl.load(model_min_ptr)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = widened(g_stored)
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
-    # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
-    put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    p_low = byte(p_word, 1)
-    put(weight_low_ptr, at, p_low, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_bfloat16_small_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            clipped_adamw_bfloat16_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr,
-                where, live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
-                True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_bfloat16_small_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
-                    model_min_times_model_min_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_bfloat16_small_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, model_min_times_model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                clipped_adamw_bfloat16_small_4_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    model_min_ptr, model_min_times_model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
-                )
-
-
-@triton.jit
-def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast, at, live, MASKED), term(g_cast, at, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    model_min_ptr, model_min_times_model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    model_min = tl.load(model_min_ptr)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = apart(weight_low_code)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = g_stored.to(tl.float32)
-    exp_avg_scale_mul = beta1 * exp_avg_scale
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
-    model_min_times_model_min_sqrt = tl.sqrt(exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(model_min_times_model_min_sqrt, scalar_3, scalar_4)), p)
-    # -- encode and store
-    model_min_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = model_min_bitcast >> 16 & 32768
-    p_magnitude = model_min_bitcast & 2147483647
-    model_min_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * model_min_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(model_min_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    p_kept = p_word.to(tl.uint8)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-    exp_avg_sq_pattern = model_min_times_model_min_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    model_min_abs = tl.abs(exp_avg_value)
-    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float16_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_float16_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                model_min_ptr, model_min_times_model_min_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float16_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_float16_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                clipped_adamw_float16_4_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, model_min_times_model_min_ptr,
-                    few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
-                )
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float16_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr,
-    at, live, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    model_min = tl.load(model_min_ptr)
-    g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = apart(weight_low_code)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # -- update  (specs/clipped_adamw.py)
-    g_cast = g_stored.to(tl.float32)
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(tl.fma(scalar_3 * model_min, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg)
-    # -- encode and store
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    model_min_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = model_min_bitcast >> 16 & 32768
-    p_magnitude = model_min_bitcast & 2147483647
-    model_min_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * model_min_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(model_min_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
-    put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
-    p_kept = p_word.to(tl.uint8)
-    put(weight_low_ptr, at, p_kept, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float16_small_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            clipped_adamw_float16_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, model_min_times_model_min_ptr,
-                where, live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
-                True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float16_small_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
-                    model_min_times_model_min_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_float16_small_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, model_min_times_model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                clipped_adamw_float16_small_4_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    model_min_ptr, model_min_times_model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
-                )
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float32_amsgrad_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 16)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    clipped_adamw_float32_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 10, tl.float32, False)
-    model_min_times_model_min_ptr = pointer(row + 11, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    clipped_adamw_float32_3_round(
-        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    model_min = tl.load(model_min_ptr)
-    g = widened(get(g_ptr, at, live, MASKED))
-    exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
-    exp_avg_code = counter(exp_avg_code) - 8388736.0
-    exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
-    exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
-    exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
-    exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
-    max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
-    max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
-    max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
-    max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
-    max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
-    # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    p = get(p_ptr, at, live, MASKED)
-    # -- update  (specs/clipped_adamw.py)
-    exp_avg_scale_mul = beta1 * exp_avg_scale
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
-    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4)), p)
-    # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
-    exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
-    exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
-    exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
-    exp_avg_sq_start = exp_avg_sq_first << 22
-    exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    exp_avg_sq_half = exp_avg_sq_units * 10240
-    exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
-    exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
-    word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
-    word_and = index & 7
-    # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
-    model_min_abs = tl.abs(exp_avg_value)
-    exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    model_min_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, model_min_abs, model_min_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
-    put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.to(tl.int32, bitcast=True)
-    max_exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
-    max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
-    max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
-    max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
-    max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_range_sub = 1601175552 - max_exp_avg_sq_start
-    max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_range_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
-    max_exp_avg_sq_header = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells
-    put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float32_amsgrad_4(
-    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
-    max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    stream_key = tl.load(row + 18).to(tl.int32)
-    pace = (tl.load(row + 21) + 63) // 64 * 64
-    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_float32_amsgrad_4_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, where, block, live, live_block,
-                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
-        max_exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float32_amsgrad_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr,
-                    model_min_times_model_min_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
-            clipped_adamw_float32_amsgrad_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, model_min_times_model_min_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-            )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                clipped_adamw_float32_amsgrad_4_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr,
-                    model_min_times_model_min_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def clipped_adamw_float32_amsgrad_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_small_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
-    model_min_times_model_min_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-    scalar_5, scalar_6, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    model_min = tl.load(model_min_ptr)
-    g = widened(get(g_ptr, at, live, MASKED))
-    exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1808,7 +1759,7 @@ def clipped_adamw_float32_amsgrad_small_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1816,8 +1767,7 @@ def clipped_adamw_float32_amsgrad_small_4(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 13)
+    numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -1833,19 +1783,17 @@ def clipped_adamw_float32_amsgrad_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_amsgrad_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr,
-                model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_amsgrad_small_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, model_min_times_model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, False,
+            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -1853,7 +1801,7 @@ def clipped_adamw_float32_amsgrad_small_4(
             live = few < count - start
             clipped_adamw_float32_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, model_min_times_model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, True,
             )
@@ -1866,11 +1814,11 @@ def clipped_adamw_bfloat16_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 13, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 17)
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 16)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -1908,13 +1856,13 @@ def clipped_adamw_bfloat16_amsgrad_1(
 def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    rows = tl.load(row + 14)
+    columns = tl.load(row + 15)
     clipped_adamw_float32_2_round(
         model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
@@ -1924,26 +1872,24 @@ def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
 def clipped_adamw_bfloat16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     model_min_ptr = pointer(row + 11, tl.float32, False)
-    model_min_times_model_min_ptr = pointer(row + 12, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    rows = tl.load(row + 14)
+    columns = tl.load(row + 15)
     clipped_adamw_float32_3_round(
-        model_min_ptr, model_min_times_model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, at, at_block,
-    live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1976,7 +1922,6 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1989,7 +1934,7 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -2018,17 +1963,17 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
+    model_min_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     model_min_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -2066,7 +2011,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2078,12 +2023,11 @@ def clipped_adamw_bfloat16_amsgrad_4(
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    stream_key = tl.load(row + 19).to(tl.int32)
-    pace = (tl.load(row + 22) + 63) // 64 * 64
-    begin = tl.load(row + 20) * pace + tl.load(row + 21) // 64 * 64
+    numel = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    stream_key = tl.load(row + 18).to(tl.int32)
+    pace = (tl.load(row + 21) + 63) // 64 * 64
+    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -2104,9 +2048,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, where, block,
-                live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2133,9 +2077,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2143,10 +2087,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr,
-                model_min_times_model_min_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2157,9 +2100,8 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr,
-                    model_min_times_model_min_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2171,11 +2113,11 @@ def clipped_adamw_bfloat16_amsgrad_small_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -2211,10 +2153,10 @@ def clipped_adamw_bfloat16_amsgrad_small_1(
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
-    model_min_times_model_min_ptr, at, live, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-    scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2222,7 +2164,6 @@ def clipped_adamw_bfloat16_amsgrad_small_4_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -2231,7 +2172,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4_tile(
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -2267,7 +2208,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2276,26 +2217,24 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 14)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = tl.load(row + 19)
-    begin = tl.load(row + 17) * pace + tl.load(row + 18)
+    numel = tl.load(row + 13)
+    stream_key = tl.load(row + 15).to(tl.int32)
+    pace = tl.load(row + 18)
+    begin = tl.load(row + 16) * pace + tl.load(row + 17)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 15)
+        columns = tl.load(row + 14)
         end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
         for tile in range(first * (TILE // LESS), end):
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
-                model_min_times_model_min_ptr, where, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, where,
+                live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -2315,7 +2254,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                 clipped_adamw_bfloat16_amsgrad_small_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at,
+                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
@@ -2325,10 +2264,9 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
         if start + TILE <= count:
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, model_min_times_model_min_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2336,10 +2274,9 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                 live = few < count - start
                 clipped_adamw_bfloat16_amsgrad_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, model_min_ptr, model_min_times_model_min_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, scalar_6, step_key, stream_key, True,
+                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
 
@@ -2350,11 +2287,11 @@ def clipped_adamw_float16_amsgrad_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 13, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 17)
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 16)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -2391,9 +2328,9 @@ def clipped_adamw_float16_amsgrad_1(
 @triton.jit
 def clipped_adamw_float16_amsgrad_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, at, at_block,
-    live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2426,7 +2363,6 @@ def clipped_adamw_float16_amsgrad_4_tile(
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -2446,7 +2382,7 @@ def clipped_adamw_float16_amsgrad_4_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -2486,17 +2422,17 @@ def clipped_adamw_float16_amsgrad_4_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    model_min_times_model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    model_min_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    model_min_times_model_min_sub = 1601175552 - exp_avg_sq_base
+    model_min_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    model_min_times_model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_times_model_min_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_times_model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    model_min_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + model_min_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], model_min_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (model_min_times_model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (model_min_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     model_min_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -2534,7 +2470,7 @@ def clipped_adamw_float16_amsgrad_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
+    row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2546,12 +2482,11 @@ def clipped_adamw_float16_amsgrad_4(
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    stream_key = tl.load(row + 19).to(tl.int32)
-    pace = (tl.load(row + 22) + 63) // 64 * 64
-    begin = tl.load(row + 20) * pace + tl.load(row + 21) // 64 * 64
+    numel = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    stream_key = tl.load(row + 18).to(tl.int32)
+    pace = (tl.load(row + 21) + 63) // 64 * 64
+    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -2572,9 +2507,9 @@ def clipped_adamw_float16_amsgrad_4(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, model_min_times_model_min_ptr, where, block,
-                live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2601,9 +2536,9 @@ def clipped_adamw_float16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, model_min_times_model_min_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2611,10 +2546,9 @@ def clipped_adamw_float16_amsgrad_4(
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr,
-                model_min_times_model_min_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2625,9 +2559,8 @@ def clipped_adamw_float16_amsgrad_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr,
-                    model_min_times_model_min_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2639,11 +2572,11 @@ def clipped_adamw_float16_amsgrad_small_1(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -2679,10 +2612,10 @@ def clipped_adamw_float16_amsgrad_small_1(
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
-    model_min_times_model_min_ptr, at, live, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-    scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2690,7 +2623,6 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
-    model_min_times_model_min = tl.load(model_min_times_model_min_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
@@ -2706,7 +2638,7 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * model_min_times_model_min * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -2753,7 +2685,7 @@ def clipped_adamw_float16_amsgrad_small_4(
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
+    row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2762,26 +2694,24 @@ def clipped_adamw_float16_amsgrad_small_4(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
     model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    model_min_times_model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 14)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = tl.load(row + 19)
-    begin = tl.load(row + 17) * pace + tl.load(row + 18)
+    numel = tl.load(row + 13)
+    stream_key = tl.load(row + 15).to(tl.int32)
+    pace = tl.load(row + 18)
+    begin = tl.load(row + 16) * pace + tl.load(row + 17)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 15)
+        columns = tl.load(row + 14)
         end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
         for tile in range(first * (TILE // LESS), end):
             where = tile * LESS + few
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             clipped_adamw_float16_amsgrad_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr,
-                model_min_times_model_min_ptr, where, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, where,
+                live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -2801,7 +2731,7 @@ def clipped_adamw_float16_amsgrad_small_4(
                 clipped_adamw_float16_amsgrad_small_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, model_min_times_model_min_ptr, at, at,
+                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
@@ -2811,10 +2741,9 @@ def clipped_adamw_float16_amsgrad_small_4(
         if start + TILE <= count:
             clipped_adamw_float16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, model_min_times_model_min_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2822,10 +2751,9 @@ def clipped_adamw_float16_amsgrad_small_4(
                 live = few < count - start
                 clipped_adamw_float16_amsgrad_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, model_min_ptr, model_min_times_model_min_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, scalar_6, step_key, stream_key, True,
+                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
 

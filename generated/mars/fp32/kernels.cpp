@@ -31,7 +31,7 @@ struct mars_float32_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ELEMENT, true, false, NONE, 1},  // last_grad
-        {5, 8, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
+        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -67,23 +67,19 @@ struct mars_float32_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
-        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];  // float32 [tensor]  read
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
-            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
-            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c)));
         }
     }
 };
@@ -102,20 +98,18 @@ struct mars_float32_3 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // last_grad
         {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[4];               // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[4];   // float32 [n]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
-        const float *__restrict tensor_mul_at = (const float *)at[6];  // float32 [tensor]  read
         const F beta1(known.scalars[3]);
         const F beta2(known.scalars[4]);
         const F grad_scale(known.scalars[0]);
@@ -129,7 +123,6 @@ struct mars_float32_3 {
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
 
         // -- elements: decode, update  (specs/mars.py)
         for (int i = 0; i < count; i += W) {
@@ -144,7 +137,7 @@ struct mars_float32_3 {
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_2);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
@@ -168,7 +161,7 @@ struct mars_bfloat16_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ELEMENT, true, false, NONE, 1},  // last_grad
-        {5, 8, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
+        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -209,20 +202,18 @@ struct mars_bfloat16_3 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // last_grad
         {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[4];               // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[4];   // float32 [n]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
-        const float *__restrict tensor_mul_at = (const float *)at[6];  // float32 [tensor]  read
         const F beta1(known.scalars[3]);
         const F beta2(known.scalars[4]);
         const F grad_scale(known.scalars[0]);
@@ -236,7 +227,6 @@ struct mars_bfloat16_3 {
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
 
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int i = 0; i < count; i += W) {
@@ -252,7 +242,7 @@ struct mars_bfloat16_3 {
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
@@ -282,20 +272,18 @@ struct mars_float16_3 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // last_grad
         {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[4];               // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[4];   // float32 [n]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
-        const float *__restrict tensor_mul_at = (const float *)at[6];  // float32 [tensor]  read
         const F beta1(known.scalars[3]);
         const F beta2(known.scalars[4]);
         const F grad_scale(known.scalars[0]);
@@ -309,7 +297,6 @@ struct mars_float16_3 {
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
 
         // -- elements: decode, update  (specs/mars.py)
         for (int i = 0; i < count; i += W) {
@@ -325,7 +312,7 @@ struct mars_float16_3 {
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
@@ -352,7 +339,6 @@ struct mars_float32 {
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -375,7 +361,6 @@ struct mars_bfloat16 {
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -398,7 +383,6 @@ struct mars_float16 {
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {

@@ -51,12 +51,12 @@ def mars_float32_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -95,48 +95,43 @@ def mars_float32_1(
 
 
 @triton.jit
-def mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr):
+def mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
     """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tensor_sum_of_c_div = 1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_div)
-    tl.store(tensor_mul_ptr, tensor_sum_of_c_div * tensor_sum_of_c_div)
+    tl.store(one_over_sqrt_tensor_sum_of_c_max_one_ptr, 1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def mars_float32_2_round(
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns,
+    LANES: tl.constexpr,
 ):
     """All values of the tensor."""
-    mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr)
+    mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
 
 
 @triton.jit
 def mars_float32_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, False)
-    tensor_mul_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
+    rows = tl.load(row + 9)
+    columns = tl.load(row + 10)
     mars_float32_2_round(
-        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
-        columns, LANES,
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def mars_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-    tensor_mul_ptr, at, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
+    live, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -145,7 +140,6 @@ def mars_float32_3_tile(
     g = grad_scale * g
     last_grad = get(last_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/mars.py)
@@ -154,7 +148,7 @@ def mars_float32_3_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
@@ -178,7 +172,7 @@ def mars_float32_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -186,8 +180,7 @@ def mars_float32_3(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 12)
+    numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -204,20 +197,18 @@ def mars_float32_3(
             mars_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, False,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         mars_float32_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
-            where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-            scalar_8, False,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -225,10 +216,9 @@ def mars_float32_3(
             live = few < count - start
             mars_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
             )
 
 
@@ -259,12 +249,12 @@ def mars_bfloat16_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -304,11 +294,10 @@ def mars_bfloat16_1(
 
 @triton.jit
 def mars_bfloat16_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-    tensor_mul_ptr, at, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
+    live, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -317,7 +306,6 @@ def mars_bfloat16_3_tile(
     g = grad_scale * widened(g_stored)
     last_grad = get(last_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
@@ -327,7 +315,7 @@ def mars_bfloat16_3_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
@@ -353,7 +341,7 @@ def mars_bfloat16_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -361,8 +349,7 @@ def mars_bfloat16_3(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 12)
+    numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -379,20 +366,18 @@ def mars_bfloat16_3(
             mars_bfloat16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, False,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         mars_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
-            where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-            scalar_8, False,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -400,10 +385,9 @@ def mars_bfloat16_3(
             live = few < count - start
             mars_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
             )
 
 
@@ -434,12 +418,12 @@ def mars_float16_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -479,11 +463,10 @@ def mars_float16_1(
 
 @triton.jit
 def mars_float16_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-    tensor_mul_ptr, at, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
+    live, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -492,7 +475,6 @@ def mars_float16_3_tile(
     g = grad_scale * g_stored.to(tl.float32)
     last_grad = get(last_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
@@ -502,7 +484,7 @@ def mars_float16_3_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
@@ -526,7 +508,7 @@ def mars_float16_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -534,8 +516,7 @@ def mars_float16_3(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 12)
+    numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -552,20 +533,18 @@ def mars_float16_3(
             mars_float16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, False,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         mars_float16_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
-            where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-            scalar_8, False,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -573,10 +552,9 @@ def mars_float16_3(
             live = few < count - start
             mars_float16_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
             )
 
 

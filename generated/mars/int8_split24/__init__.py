@@ -109,11 +109,10 @@ VARIANTS = (
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_float32_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=64),
-            Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
+            Stage("mars_float32_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
             Stage("mars_float32_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=64),
         ),
     ),
@@ -141,11 +140,10 @@ VARIANTS = (
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_float32_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_float32_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
+            Stage("mars_float32_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
             Stage("mars_float32_small_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
         ),
     ),
@@ -177,11 +175,10 @@ VARIANTS = (
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=64),
-            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
+            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
             Stage("mars_bfloat16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=64),
         ),
     ),
@@ -210,11 +207,10 @@ VARIANTS = (
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_bfloat16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_bfloat16_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
+            Stage("mars_bfloat16_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
             Stage("mars_bfloat16_small_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
         ),
     ),
@@ -246,11 +242,10 @@ VARIANTS = (
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=64),
-            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
+            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
             Stage("mars_float16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), temps=(), matrices=False, block=64),
         ),
     ),
@@ -279,11 +274,10 @@ VARIANTS = (
         temps=(
             Temp("tensor_sum_of_c", "tensor", "tensor_sum", "elem"),
             Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-            Temp("tensor_mul", "tensor"),
         ),
         stages=(
             Stage("mars_float16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_bfloat16_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one', 'tensor_mul'), matrices=False, block=1),
+            Stage("mars_bfloat16_small_2", "tensor", 1, (), temps=('one_over_sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
             Stage("mars_float16_small_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
         ),
     ),

@@ -32,7 +32,7 @@ struct mars_float32_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {6, -1, 1, ELEMENT, true, false, NONE, 1},  // last_grad
         {7, -1, 2, BLOCK_OF, true, false, NONE, 2},  // last_grad_scale
-        {8, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
+        {8, 10, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -87,23 +87,19 @@ struct mars_float32_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
-        {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
+        {8, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
-        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];  // float32 [tensor]  read
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
-            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
-            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c)));
         }
     }
 };
@@ -125,7 +121,6 @@ struct mars_float32_3 {
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // last_grad
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // last_grad_scale
         {9, -1, 4, WHOLE, true, false, NONE, 8},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {10, -1, 4, WHOLE, true, false, NONE, 9},  // tensor_mul
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -136,18 +131,17 @@ struct mars_float32_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];    // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[6];           // uint8 [n]  read and written
-        int16_t *__restrict last_grad_scale_at = (int16_t *)at[7];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict last_grad_at = (uint8_t *)at[6];         // uint8 [n]  read and written
+        int16_t *__restrict last_grad_scale_at = (int16_t *)at[7];   // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[8];
-        const float *__restrict tensor_mul_at = (const float *)at[9];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -161,11 +155,10 @@ struct mars_float32_3 {
         const F scalar_5(known.scalars[8]);
         const F scalar_6(known.scalars[9]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float tensor_mul_sqrt_kept[TILE];
+        alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float g_2_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -173,11 +166,11 @@ struct mars_float32_3 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float last_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_add_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[TILE / BLOCK];
@@ -257,12 +250,12 @@ struct mars_float32_3 {
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
                 const F exp_avg = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-                const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
-                const F tensor_mul_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(tensor_mul_sqrt, scalar_5, scalar_6), p_2);
-                const I exp_avg_sq_pattern = bits(tensor_mul_sqrt);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(one_over_sqrt_tensor_sum_of_c_max_one_sqrt, scalar_5, scalar_6), p_2);
+                const I exp_avg_sq_pattern = bits(one_over_sqrt_tensor_sum_of_c_max_one_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -271,7 +264,7 @@ struct mars_float32_3 {
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(noise_kept + i, noise);
-                store(tensor_mul_sqrt_kept + i, tensor_mul_sqrt);
+                store(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i, one_over_sqrt_tensor_sum_of_c_max_one_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_2_kept + i, g_2);
                 store(p_at + i, p_3);
@@ -286,7 +279,7 @@ struct mars_float32_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I last_grad_top = largest(last_grad_top_kept + b);
-            const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + b);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + b);
             const F g_2 = load(g_2_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
@@ -296,22 +289,22 @@ struct mars_float32_3 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I tensor_mul_sub = 1601175552 - exp_avg_sq_base;
+            const I one_over_sqrt_tensor_sum_of_c_max_one_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I last_grad_up = max(I(75497472), last_grad_top) + 32767;
             const I last_grad_up_2 = where(last_grad_top < 2139095040, last_grad_up, I(2143289344));
             const I last_grad_divisor = min(I(2139095039), last_grad_up_2 & 2147450880);
             const F g_mul = as_float(last_grad_divisor) * 0.003937007859349251f;
-            store(tensor_mul_add_2_kept + b, tensor_mul_add_2);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(tensor_mul_sub_kept + b, tensor_mul_sub);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_sub_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(tensor_mul_add_kept + b, tensor_mul_add);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_add_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_kept + b, g_mul);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -321,23 +314,23 @@ struct mars_float32_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I tensor_mul_add_2(tensor_mul_add_2_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add_2(one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I tensor_mul_sub(tensor_mul_sub_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_sub(one_over_sqrt_tensor_sum_of_c_max_one_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I tensor_mul_add(tensor_mul_add_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add(one_over_sqrt_tensor_sum_of_c_max_one_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_2 = load(g_2_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + tensor_mul_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(tensor_mul_sqrt) - exp_avg_sq_base, tensor_mul_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + one_over_sqrt_tensor_sum_of_c_max_one_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(one_over_sqrt_tensor_sum_of_c_max_one_sqrt) - exp_avg_sq_base, one_over_sqrt_tensor_sum_of_c_max_one_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(tensor_mul_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(one_over_sqrt_tensor_sum_of_c_max_one_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F one_over_sqrt_tensor_sum_of_c_max_one_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_sqrt_tensor_sum_of_c_max_one_abs), i, end);
@@ -388,7 +381,7 @@ struct mars_float32_small_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ELEMENT, true, false, NONE, 1},  // last_grad
-        {5, 8, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
+        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -424,23 +417,19 @@ struct mars_float32_small_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
-        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];  // float32 [tensor]  read
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
-            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
-            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c)));
         }
     }
 };
@@ -459,20 +448,18 @@ struct mars_float32_small_3 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // last_grad
         {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];              // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[4];               // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[4];   // float32 [n]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
-        const float *__restrict tensor_mul_at = (const float *)at[6];  // float32 [tensor]  read
         const F beta1(known.scalars[3]);
         const F beta2(known.scalars[4]);
         const F grad_scale(known.scalars[0]);
@@ -486,7 +473,6 @@ struct mars_float32_small_3 {
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
 
         // -- elements: decode, update  (specs/mars.py)
         for (int i = 0; i < count; i += W) {
@@ -501,7 +487,7 @@ struct mars_float32_small_3 {
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_2);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
@@ -526,7 +512,7 @@ struct mars_bfloat16_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {7, -1, 1, ELEMENT, true, false, NONE, 1},  // last_grad
         {8, -1, 2, BLOCK_OF, true, false, NONE, 2},  // last_grad_scale
-        {9, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
+        {9, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -581,23 +567,19 @@ struct mars_bfloat16_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {11, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
+        {9, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
-        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];  // float32 [tensor]  read
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
-            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
-            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c)));
         }
     }
 };
@@ -620,7 +602,6 @@ struct mars_bfloat16_3 {
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // last_grad
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // last_grad_scale
         {10, -1, 4, WHOLE, true, false, NONE, 9},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {11, -1, 4, WHOLE, true, false, NONE, 10},  // tensor_mul
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -631,19 +612,18 @@ struct mars_bfloat16_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];              // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];            // uint8 [n]  read and written
-        int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];         // uint8 [n]  read and written
+        int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];   // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[9];
-        const float *__restrict tensor_mul_at = (const float *)at[10];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -657,11 +637,10 @@ struct mars_bfloat16_3 {
         const F scalar_5(known.scalars[8]);
         const F scalar_6(known.scalars[9]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float tensor_mul_sqrt_kept[TILE];
+        alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -669,11 +648,11 @@ struct mars_bfloat16_3 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float last_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_add_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[TILE / BLOCK];
@@ -754,18 +733,18 @@ struct mars_bfloat16_3 {
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
                 const F exp_avg = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-                const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
-                const F tensor_mul_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(tensor_mul_sqrt);
+                const I exp_avg_sq_pattern = bits(one_over_sqrt_tensor_sum_of_c_max_one_sqrt);
                 const F g_abs = abs(g);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(tensor_mul_sqrt_kept + i, tensor_mul_sqrt);
+                store(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i, one_over_sqrt_tensor_sum_of_c_max_one_sqrt);
                 store(noise_kept + i, noise);
                 store(g_kept + i, g);
             }
@@ -778,14 +757,14 @@ struct mars_bfloat16_3 {
         for (int b = 0; b < blocks; b++) {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
-                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(tensor_mul_sqrt, scalar_5, scalar_6), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(one_over_sqrt_tensor_sum_of_c_max_one_sqrt, scalar_5, scalar_6), p_2);
                 const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
@@ -797,7 +776,7 @@ struct mars_bfloat16_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I last_grad_top = largest(last_grad_top_kept + b);
-            const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + b);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + b);
             const F g = load(g_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
@@ -807,22 +786,22 @@ struct mars_bfloat16_3 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I tensor_mul_sub = 1601175552 - exp_avg_sq_base;
+            const I one_over_sqrt_tensor_sum_of_c_max_one_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I last_grad_up = max(I(75497472), last_grad_top) + 32767;
             const I last_grad_up_2 = where(last_grad_top < 2139095040, last_grad_up, I(2143289344));
             const I last_grad_divisor = min(I(2139095039), last_grad_up_2 & 2147450880);
             const F g_mul = as_float(last_grad_divisor) * 0.003937007859349251f;
-            store(tensor_mul_add_2_kept + b, tensor_mul_add_2);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(tensor_mul_sub_kept + b, tensor_mul_sub);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_sub_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(tensor_mul_add_kept + b, tensor_mul_add);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_add_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_kept + b, g_mul);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -832,23 +811,23 @@ struct mars_bfloat16_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I tensor_mul_add_2(tensor_mul_add_2_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add_2(one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I tensor_mul_sub(tensor_mul_sub_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_sub(one_over_sqrt_tensor_sum_of_c_max_one_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I tensor_mul_add(tensor_mul_add_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add(one_over_sqrt_tensor_sum_of_c_max_one_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = load(g_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + tensor_mul_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(tensor_mul_sqrt) - exp_avg_sq_base, tensor_mul_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + one_over_sqrt_tensor_sum_of_c_max_one_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(one_over_sqrt_tensor_sum_of_c_max_one_sqrt) - exp_avg_sq_base, one_over_sqrt_tensor_sum_of_c_max_one_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(tensor_mul_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(one_over_sqrt_tensor_sum_of_c_max_one_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F one_over_sqrt_tensor_sum_of_c_max_one_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_sqrt_tensor_sum_of_c_max_one_abs), i, end);
@@ -898,7 +877,7 @@ struct mars_bfloat16_small_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {5, -1, 4, ELEMENT, true, false, NONE, 1},  // last_grad
-        {6, 9, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
+        {6, 8, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -934,23 +913,19 @@ struct mars_bfloat16_small_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {8, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_mul
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_c
+        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (float *)at[0];
-        float *__restrict tensor_mul_at = (float *)at[1];                   // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_c_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_c_at = (const float *)at[1];  // float32 [tensor]  read
 
-        // -- elements: decode, encode
+        // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_c = load(tensor_sum_of_c_at + i);
-            const F tensor_sum_of_c_div = 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c));
-            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, tensor_sum_of_c_div);
-            store(tensor_mul_at + i, tensor_sum_of_c_div * tensor_sum_of_c_div);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_at + i, 1.0f / max(F(1.0f), sqrt(tensor_sum_of_c)));
         }
     }
 };
@@ -970,21 +945,19 @@ struct mars_bfloat16_small_3 {
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // last_grad
         {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                 // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];              // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[5];               // float32 [n]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[5];       // float32 [n]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[6];
-        const float *__restrict tensor_mul_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -1000,7 +973,6 @@ struct mars_bfloat16_small_3 {
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1034,7 +1006,7 @@ struct mars_bfloat16_small_3 {
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
@@ -1071,7 +1043,6 @@ struct mars_float16_3 {
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // last_grad
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // last_grad_scale
         {10, -1, 4, WHOLE, true, false, NONE, 9},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {11, -1, 4, WHOLE, true, false, NONE, 10},  // tensor_mul
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1082,19 +1053,18 @@ struct mars_float16_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];              // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];            // uint8 [n]  read and written
-        int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];         // uint8 [n]  read and written
+        int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];   // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[9];
-        const float *__restrict tensor_mul_at = (const float *)at[10];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -1108,11 +1078,10 @@ struct mars_float16_3 {
         const F scalar_5(known.scalars[8]);
         const F scalar_6(known.scalars[9]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float tensor_mul_sqrt_kept[TILE];
+        alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -1120,11 +1089,11 @@ struct mars_float16_3 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float last_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t tensor_mul_add_kept[TILE / BLOCK];
+        alignas(64) int32_t one_over_sqrt_tensor_sum_of_c_max_one_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float g_mul_kept[TILE / BLOCK];
         alignas(64) float one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[TILE / BLOCK];
@@ -1205,18 +1174,18 @@ struct mars_float16_3 {
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
                 const F exp_avg = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-                const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
-                const F tensor_mul_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(tensor_mul_sqrt);
+                const I exp_avg_sq_pattern = bits(one_over_sqrt_tensor_sum_of_c_max_one_sqrt);
                 const F g_abs = abs(g);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(tensor_mul_sqrt_kept + i, tensor_mul_sqrt);
+                store(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i, one_over_sqrt_tensor_sum_of_c_max_one_sqrt);
                 store(noise_kept + i, noise);
                 store(g_kept + i, g);
             }
@@ -1229,7 +1198,7 @@ struct mars_float16_3 {
         for (int b = 0; b < blocks; b++) {
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
-                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
@@ -1244,7 +1213,7 @@ struct mars_float16_3 {
                 const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(tensor_mul_sqrt, scalar_5, scalar_6), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(one_over_sqrt_tensor_sum_of_c_max_one_sqrt, scalar_5, scalar_6), p_2);
                 const I one_over_sqrt_tensor_sum_of_c_max_one_bitcast = bits(p_3);
                 const I p_sign = one_over_sqrt_tensor_sum_of_c_max_one_bitcast >> 16 & 32768;
                 const I p_magnitude = one_over_sqrt_tensor_sum_of_c_max_one_bitcast & 2147483647;
@@ -1268,7 +1237,7 @@ struct mars_float16_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I last_grad_top = largest(last_grad_top_kept + b);
-            const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + b);
+            const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + b);
             const F g = load(g_kept + b);
             const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
@@ -1278,22 +1247,22 @@ struct mars_float16_3 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
-            const I tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I tensor_mul_sub = 1601175552 - exp_avg_sq_base;
+            const I one_over_sqrt_tensor_sum_of_c_max_one_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I last_grad_up = max(I(75497472), last_grad_top) + 32767;
             const I last_grad_up_2 = where(last_grad_top < 2139095040, last_grad_up, I(2143289344));
             const I last_grad_divisor = min(I(2139095039), last_grad_up_2 & 2147450880);
             const F g_mul = as_float(last_grad_divisor) * 0.003937007859349251f;
-            store(tensor_mul_add_2_kept + b, tensor_mul_add_2);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_add_2);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(tensor_mul_sub_kept + b, tensor_mul_sub);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_sub_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(tensor_mul_add_kept + b, tensor_mul_add);
+            store(one_over_sqrt_tensor_sum_of_c_max_one_add_kept + b, one_over_sqrt_tensor_sum_of_c_max_one_add);
             store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(g_mul_kept + b, g_mul);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -1303,23 +1272,23 @@ struct mars_float16_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I tensor_mul_add_2(tensor_mul_add_2_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add_2(one_over_sqrt_tensor_sum_of_c_max_one_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I tensor_mul_sub(tensor_mul_sub_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_sub(one_over_sqrt_tensor_sum_of_c_max_one_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I tensor_mul_add(tensor_mul_add_kept[b]);
+            const I one_over_sqrt_tensor_sum_of_c_max_one_add(one_over_sqrt_tensor_sum_of_c_max_one_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I noise = load(noise_kept + i);
-                const F tensor_mul_sqrt = load(tensor_mul_sqrt_kept + i);
+                const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = load(g_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + tensor_mul_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(tensor_mul_sqrt) - exp_avg_sq_base, tensor_mul_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + one_over_sqrt_tensor_sum_of_c_max_one_add_2;
+                const I exp_avg_sq_position = max(I(0), min(bits(one_over_sqrt_tensor_sum_of_c_max_one_sqrt) - exp_avg_sq_base, one_over_sqrt_tensor_sum_of_c_max_one_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(tensor_mul_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_sq_value_2 = as_float(one_over_sqrt_tensor_sum_of_c_max_one_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F one_over_sqrt_tensor_sum_of_c_max_one_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_over_sqrt_tensor_sum_of_c_max_one_abs), i, end);
@@ -1374,21 +1343,19 @@ struct mars_float16_small_3 {
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // last_grad
         {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_mul
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                 // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];              // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[5];               // float32 [n]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[5];       // float32 [n]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[6];
-        const float *__restrict tensor_mul_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
@@ -1404,7 +1371,6 @@ struct mars_float16_small_3 {
         const F scalar_7(known.scalars[10]);
         const F scalar_8(known.scalars[11]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-        const F tensor_mul = F(*tensor_mul_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
 
@@ -1446,7 +1412,7 @@ struct mars_float16_small_3 {
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
             const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
@@ -1493,7 +1459,6 @@ struct mars_float32 {
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1516,7 +1481,6 @@ struct mars_float32_small {
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1543,7 +1507,6 @@ struct mars_bfloat16 {
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1567,7 +1530,6 @@ struct mars_bfloat16_small {
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1594,7 +1556,6 @@ struct mars_float16 {
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {
@@ -1618,7 +1579,6 @@ struct mars_float16_small {
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE},  // tensor_mul
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
     };
     static constexpr Stage STAGES[] = {

@@ -57,14 +57,14 @@ def mars_float32_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 6, tl.uint8, ALIGNED)               # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
+    tensor_sum_of_c_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 14)
+    columns = tl.load(row + 15)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
@@ -129,48 +129,44 @@ def mars_float32_1(
 
 
 @triton.jit
-def mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr):
+def mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
     """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tensor_sum_of_c_div = 1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_div)
-    tl.store(tensor_mul_ptr, tensor_sum_of_c_div * tensor_sum_of_c_div)
+    tl.store(one_over_sqrt_tensor_sum_of_c_max_one_ptr, 1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def mars_float32_2_round(
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns,
+    LANES: tl.constexpr,
 ):
     """All values of the tensor."""
-    mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr)
+    mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
 
 
 @triton.jit
 def mars_float32_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 9, tl.float32, False)
-    tensor_mul_ptr = pointer(row + 10, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 13)
-    columns = tl.load(row + 14)
+    rows = tl.load(row + 12)
+    columns = tl.load(row + 13)
     mars_float32_2_round(
-        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
-        columns, LANES,
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def mars_float32_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, last_grad_ptr,
-    last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live, live_block, index,
+    beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -200,7 +196,6 @@ def mars_float32_3_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    tensor_mul = tl.load(tensor_mul_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
@@ -213,14 +208,14 @@ def mars_float32_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
-    tensor_mul_sqrt = tl.sqrt(exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    one_over_sqrt_tensor_sum_of_c_max_one_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tensor_mul_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(one_over_sqrt_tensor_sum_of_c_max_one_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    exp_avg_sq_pattern = tensor_mul_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = one_over_sqrt_tensor_sum_of_c_max_one_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -229,10 +224,10 @@ def mars_float32_3_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    one_over_sqrt_tensor_sum_of_c_max_one_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    tensor_mul_sub = 1601175552 - exp_avg_sq_base
+    one_over_sqrt_tensor_sum_of_c_max_one_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -242,12 +237,12 @@ def mars_float32_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + tensor_mul_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], tensor_mul_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    one_over_sqrt_tensor_sum_of_c_max_one_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + one_over_sqrt_tensor_sum_of_c_max_one_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], one_over_sqrt_tensor_sum_of_c_max_one_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (tensor_mul_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (one_over_sqrt_tensor_sum_of_c_max_one_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     one_over_sqrt_tensor_sum_of_c_max_one_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -280,7 +275,7 @@ def mars_float32_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
+    row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -291,12 +286,11 @@ def mars_float32_3(
     last_grad_ptr = pointer(row + 6, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 10, tl.float32, ALIGNED)           # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
+    numel = tl.load(row + 14)
+    columns = tl.load(row + 15)
+    stream_key = tl.load(row + 16).to(tl.int32)
+    pace = (tl.load(row + 19) + 63) // 64 * 64
+    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -317,10 +311,10 @@ def mars_float32_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_float32_3_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, last_grad_ptr,
-                last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
+                last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block, number,
+                beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -345,11 +339,10 @@ def mars_float32_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, last_grad_ptr + start + odd * TILE,
-                    last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    tensor_mul_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                    stream_key, False,
+                    last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -357,10 +350,10 @@ def mars_float32_3(
             mars_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, last_grad_ptr + start,
-                last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -372,8 +365,8 @@ def mars_float32_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
-                    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                     stream_key, True,
                 )
@@ -406,12 +399,12 @@ def mars_float32_small_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
+    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -453,27 +446,24 @@ def mars_float32_small_1(
 def mars_float32_small_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, False)
-    tensor_mul_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
+    rows = tl.load(row + 9)
+    columns = tl.load(row + 10)
     mars_float32_2_round(
-        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
-        columns, LANES,
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def mars_float32_small_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-    tensor_mul_ptr, at, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
+    live, beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -482,7 +472,6 @@ def mars_float32_small_3_tile(
     g = grad_scale * g
     last_grad = get(last_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/mars.py)
@@ -491,7 +480,7 @@ def mars_float32_small_3_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
@@ -515,7 +504,7 @@ def mars_float32_small_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
+    row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -523,8 +512,7 @@ def mars_float32_small_3(
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 12)
+    numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -541,20 +529,18 @@ def mars_float32_small_3(
             mars_float32_small_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, False,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         mars_float32_small_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at, beta1, beta2, grad_scale,
-            where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-            scalar_8, False,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -562,10 +548,9 @@ def mars_float32_small_3(
             live = few < count - start
             mars_float32_small_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, True,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
             )
 
 
@@ -602,14 +587,14 @@ def mars_bfloat16_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
@@ -677,25 +662,23 @@ def mars_bfloat16_1(
 def mars_bfloat16_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, False)
-    tensor_mul_ptr = pointer(row + 11, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
+    rows = tl.load(row + 13)
+    columns = tl.load(row + 14)
     mars_float32_2_round(
-        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
-        columns, LANES,
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def mars_bfloat16_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
     one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -727,7 +710,6 @@ def mars_bfloat16_3_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    tensor_mul = tl.load(tensor_mul_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -743,11 +725,11 @@ def mars_bfloat16_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
-    tensor_mul_sqrt = tl.sqrt(exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    one_over_sqrt_tensor_sum_of_c_max_one_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tensor_mul_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(one_over_sqrt_tensor_sum_of_c_max_one_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -761,7 +743,7 @@ def mars_bfloat16_3_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    exp_avg_sq_pattern = tensor_mul_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = one_over_sqrt_tensor_sum_of_c_max_one_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -770,17 +752,17 @@ def mars_bfloat16_3_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    one_over_sqrt_tensor_sum_of_c_max_one_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    tensor_mul_sub = 1601175552 - exp_avg_sq_base
+    one_over_sqrt_tensor_sum_of_c_max_one_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + tensor_mul_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], tensor_mul_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    one_over_sqrt_tensor_sum_of_c_max_one_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + one_over_sqrt_tensor_sum_of_c_max_one_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], one_over_sqrt_tensor_sum_of_c_max_one_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (tensor_mul_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (one_over_sqrt_tensor_sum_of_c_max_one_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     one_over_sqrt_tensor_sum_of_c_max_one_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -813,7 +795,7 @@ def mars_bfloat16_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -825,12 +807,11 @@ def mars_bfloat16_3(
     last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 11, tl.float32, ALIGNED)           # float32 [1]  read
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    stream_key = tl.load(row + 18).to(tl.int32)
-    pace = (tl.load(row + 21) + 63) // 64 * 64
-    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    stream_key = tl.load(row + 17).to(tl.int32)
+    pace = (tl.load(row + 20) + 63) // 64 * 64
+    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -851,8 +832,8 @@ def mars_bfloat16_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_bfloat16_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where,
-                block, live, live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live,
+                live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
@@ -881,7 +862,7 @@ def mars_bfloat16_3(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at_block, at, at_block,
+                    one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
@@ -893,10 +874,9 @@ def mars_bfloat16_3(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                tensor_mul_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                stream_key, False,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -908,8 +888,8 @@ def mars_bfloat16_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
-                    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                     stream_key, True,
                 )
@@ -942,12 +922,12 @@ def mars_bfloat16_small_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
+    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -989,24 +969,22 @@ def mars_bfloat16_small_1(
 def mars_bfloat16_small_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, False)
-    tensor_mul_ptr = pointer(row + 8, tl.float32, False)
     tensor_sum_of_c_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
+    rows = tl.load(row + 10)
+    columns = tl.load(row + 11)
     mars_float32_2_round(
-        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, tensor_sum_of_c_ptr, first, end, rows,
-        columns, LANES,
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
     )
 
 
 @triton.jit
 def mars_bfloat16_small_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, live, index, beta1, beta2, grad_scale,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, live, index, beta1, beta2, grad_scale,
     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
     scalar_8, step_key, stream_key, MASKED: tl.constexpr,
@@ -1018,7 +996,6 @@ def mars_bfloat16_small_3_tile(
     g = grad_scale * widened(g_stored)
     last_grad = get(last_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -1030,7 +1007,7 @@ def mars_bfloat16_small_3_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
@@ -1065,7 +1042,7 @@ def mars_bfloat16_small_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1074,16 +1051,15 @@ def mars_bfloat16_small_3(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 8, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
+    numel = tl.load(row + 12)
+    stream_key = tl.load(row + 14).to(tl.int32)
+    pace = tl.load(row + 17)
+    begin = tl.load(row + 15) * pace + tl.load(row + 16)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
+        columns = tl.load(row + 13)
         end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
         for tile in range(first * (TILE // LESS), end):
             where = tile * LESS + few
@@ -1091,7 +1067,7 @@ def mars_bfloat16_small_3(
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             mars_bfloat16_small_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where, live, number, beta1, beta2, grad_scale,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, live, number, beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
                 scalar_8, step_key, stream_key, True,
@@ -1114,7 +1090,7 @@ def mars_bfloat16_small_3(
                 mars_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
+                    last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
@@ -1125,7 +1101,7 @@ def mars_bfloat16_small_3(
         if start + TILE <= count:
             mars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
+                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at,
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
@@ -1137,7 +1113,7 @@ def mars_bfloat16_small_3(
                 live = few < count - start
                 mars_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live,
+                    last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
@@ -1178,14 +1154,14 @@ def mars_float16_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
@@ -1252,8 +1228,8 @@ def mars_float16_1(
 @triton.jit
 def mars_float16_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
     one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1285,7 +1261,6 @@ def mars_float16_3_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
-    tensor_mul = tl.load(tensor_mul_ptr)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1308,11 +1283,11 @@ def mars_float16_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
-    tensor_mul_sqrt = tl.sqrt(exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    one_over_sqrt_tensor_sum_of_c_max_one_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tensor_mul_sqrt, scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(one_over_sqrt_tensor_sum_of_c_max_one_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
     one_over_sqrt_tensor_sum_of_c_max_one_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = one_over_sqrt_tensor_sum_of_c_max_one_bitcast >> 16 & 32768
@@ -1337,7 +1312,7 @@ def mars_float16_3_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    exp_avg_sq_pattern = tensor_mul_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = one_over_sqrt_tensor_sum_of_c_max_one_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -1346,17 +1321,17 @@ def mars_float16_3_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    tensor_mul_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    one_over_sqrt_tensor_sum_of_c_max_one_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    tensor_mul_sub = 1601175552 - exp_avg_sq_base
+    one_over_sqrt_tensor_sum_of_c_max_one_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    tensor_mul_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + tensor_mul_add_2[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], tensor_mul_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    one_over_sqrt_tensor_sum_of_c_max_one_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + one_over_sqrt_tensor_sum_of_c_max_one_add_2[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], one_over_sqrt_tensor_sum_of_c_max_one_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (tensor_mul_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (one_over_sqrt_tensor_sum_of_c_max_one_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     one_over_sqrt_tensor_sum_of_c_max_one_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -1389,7 +1364,7 @@ def mars_float16_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
+    row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1401,12 +1376,11 @@ def mars_float16_3(
     last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 11, tl.float32, ALIGNED)           # float32 [1]  read
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    stream_key = tl.load(row + 18).to(tl.int32)
-    pace = (tl.load(row + 21) + 63) // 64 * 64
-    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
+    numel = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    stream_key = tl.load(row + 17).to(tl.int32)
+    pace = (tl.load(row + 20) + 63) // 64 * 64
+    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -1427,8 +1401,8 @@ def mars_float16_3(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_float16_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where,
-                block, live, live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live,
+                live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
@@ -1457,7 +1431,7 @@ def mars_float16_3(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at_block, at, at_block,
+                    one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
@@ -1469,10 +1443,9 @@ def mars_float16_3(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                tensor_mul_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                stream_key, False,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1484,8 +1457,8 @@ def mars_float16_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
-                    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                     stream_key, True,
                 )
@@ -1518,12 +1491,12 @@ def mars_float16_small_1(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
+    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
+    numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -1564,7 +1537,7 @@ def mars_float16_small_1(
 @triton.jit
 def mars_float16_small_3_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, live, index, beta1, beta2, grad_scale,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, live, index, beta1, beta2, grad_scale,
     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
     scalar_8, step_key, stream_key, MASKED: tl.constexpr,
@@ -1576,7 +1549,6 @@ def mars_float16_small_3_tile(
     g = grad_scale * g_stored.to(tl.float32)
     last_grad = get(last_grad_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    tensor_mul = tl.load(tensor_mul_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
@@ -1595,7 +1567,7 @@ def mars_float16_small_3_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * tensor_mul * c, c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_5 * one_over_sqrt_tensor_sum_of_c_max_one, c, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p)
@@ -1641,7 +1613,7 @@ def mars_float16_small_3(
 ):
     """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
+    row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -1650,16 +1622,15 @@ def mars_float16_small_3(
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    tensor_mul_ptr = pointer(row + 8, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
+    numel = tl.load(row + 12)
+    stream_key = tl.load(row + 14).to(tl.int32)
+    pace = tl.load(row + 17)
+    begin = tl.load(row + 15) * pace + tl.load(row + 16)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
+        columns = tl.load(row + 13)
         end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
         for tile in range(first * (TILE // LESS), end):
             where = tile * LESS + few
@@ -1667,7 +1638,7 @@ def mars_float16_small_3(
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             mars_float16_small_3_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, where, live, number, beta1, beta2, grad_scale,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, live, number, beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
                 scalar_8, step_key, stream_key, True,
@@ -1690,7 +1661,7 @@ def mars_float16_small_3(
                 mars_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
+                    last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
@@ -1701,7 +1672,7 @@ def mars_float16_small_3(
         if start + TILE <= count:
             mars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
+                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at,
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
@@ -1713,7 +1684,7 @@ def mars_float16_small_3(
                 live = few < count - start
                 mars_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live,
+                    last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,

@@ -194,7 +194,7 @@ struct normuon_float32_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
+        {5, 12, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     };
 
@@ -222,31 +222,27 @@ struct normuon_float32_4 {
     static constexpr Place PLACES[] = {
         {3, -1, 4, ROW, true, true, NONE, 0},  // row_sq
         {6, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
-        {7, -1, 4, ROW, false, true, NONE, 2},  // row_mul_2
-        {5, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_sq
+        {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
         float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (float *)at[1];  // float32 [row]  written
-        float *__restrict row_mul_2_at = (float *)at[2];                        // float32 [row]  written
-        const float *__restrict row_sum_for_row_sq_at = (const float *)at[3];   // float32 [row]  read
+        const float *__restrict row_sum_for_row_sq_at = (const float *)at[2];   // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F beta2(known.scalars[3]);
         const F eps(known.scalars[4]);
         const F one_minus_beta2(known.scalars[5]);
 
-        // -- elements: decode, update, encode  (specs/normuon.py)
+        // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const F row_sum_for_row_sq = load(row_sum_for_row_sq_at + i);
             const F row_sq = load(row_sq_at + i);
             // 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
             const F row_sq_2 = fma(one_minus_beta2, row_sum_for_row_sq / F(extent[1]), beta2 * row_sq);
-            const F row_sum_for_row_sq_div = 1.0f / (sqrt(row_sq_2) + eps);
             store(row_sq_at + i, row_sq_2);
-            store(one_over_sqrt_row_sq_2_plus_eps_at + i, row_sum_for_row_sq_div);
-            store(row_mul_2_at + i, row_sum_for_row_sq_div * row_sum_for_row_sq_div);
+            store(one_over_sqrt_row_sq_2_plus_eps_at + i, 1.0f / (sqrt(row_sq_2) + eps));
         }
     }
 };
@@ -259,22 +255,25 @@ struct normuon_float32_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {8, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
+        {7, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {7, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
+        {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            store(row_sum_for_size_at + i, direction * direction * load(row_mul_2_at + (i & row_mask)));
+            // 40  even = direction / (sqrt(row_sq) + eps)
+            const F even = direction * load(one_over_sqrt_row_sq_2_plus_eps_at + (i & row_mask));
+            store(row_sum_for_size_at + i, even * even);
         }
     }
 };
@@ -287,8 +286,8 @@ struct normuon_float32_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
-        {8, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
+        {8, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
+        {7, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -312,7 +311,7 @@ struct normuon_float32_7 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
+        {9, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -336,9 +335,9 @@ struct normuon_float32_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
-        {10, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
+        {10, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
+        {9, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
+        {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -369,14 +368,14 @@ struct normuon_float32_9 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {12, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
+        {11, -1, 4, ROW, false, true, NONE, 0},  // row_mul_2
+        {10, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict row_mul_3_at = (float *)at[0];                  // float32 [row]  written
+        float *__restrict row_mul_2_at = (float *)at[0];                  // float32 [row]  written
         const float *__restrict lr_times_size_at = (const float *)at[1];  // float32 [tensor]  read
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
@@ -385,7 +384,7 @@ struct normuon_float32_9 {
         for (int i = 0; i < count; i += W) {
             const F lr_times_size = F(*lr_times_size_at);
             const F one_over_sqrt_row_sq_2_plus_eps = load(one_over_sqrt_row_sq_2_plus_eps_at + i);
-            store(row_mul_3_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
+            store(row_mul_2_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
         }
     }
 };
@@ -400,14 +399,14 @@ struct normuon_float32_10 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {12, -1, 4, ROW, true, false, NONE, 2},  // row_mul_3
+        {11, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[2];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
 
         // -- elements: decode, update  (specs/normuon.py)
@@ -417,7 +416,7 @@ struct normuon_float32_10 {
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -468,14 +467,14 @@ struct normuon_bfloat16_10 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {12, -1, 4, ROW, true, false, NONE, 2},  // row_mul_3
+        {11, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[2];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
 
         // -- elements: decode, update, encode  (specs/normuon.py)
@@ -486,7 +485,7 @@ struct normuon_bfloat16_10 {
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -504,14 +503,14 @@ struct normuon_float16_10 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {12, -1, 4, ROW, true, false, NONE, 2},  // row_mul_3
+        {11, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[2];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
 
         // -- elements: decode, update  (specs/normuon.py)
@@ -522,7 +521,7 @@ struct normuon_float16_10 {
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             store(p_at + i, narrow_half(p_3));
         }
     }
@@ -541,12 +540,11 @@ struct normuon_float32 {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -576,12 +574,11 @@ struct normuon_bfloat16 {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -611,12 +608,11 @@ struct normuon_float16 {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };

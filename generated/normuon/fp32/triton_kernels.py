@@ -48,12 +48,12 @@ def normuon_float32_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
+    numel = tl.load(row + 17)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -103,11 +103,11 @@ def normuon_float32_3(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, ALIGNED)   # float32 [partial results]  written
+    row = table + 27 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, ALIGNED)   # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -122,7 +122,7 @@ def normuon_float32_3(
     lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 15)) + top
+    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 14)) + top
     direction_ptr += top * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -165,11 +165,11 @@ def normuon_float32_3(
 def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, False)     # float32 [partial results]  written
+    row = table + 27 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, False)     # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    numel = tl.load(row + 18)
+    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
+    numel = tl.load(row + 17)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -181,32 +181,30 @@ def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, 
 
 @triton.jit
 def normuon_float32_4_values(
-    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-    at, live, beta2, eps, one_minus_beta2,
+    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2,
+    eps, one_minus_beta2,
 ):
     """Values of rows."""
     row_sum_for_row_sq = get(row_sum_for_row_sq_ptr, at, live, True)
     row_sq = get(row_sq_ptr, at, live, True)
     # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
     row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
-    row_sum_for_row_sq_div = 1.0 / (tl.sqrt(row_sq) + eps)
     put(row_sq_ptr, at, row_sq, live, True)
-    put(one_over_sqrt_row_sq_2_plus_eps_ptr, at, row_sum_for_row_sq_div, live, True)
-    put(row_mul_2_ptr, at, row_sum_for_row_sq_div * row_sum_for_row_sq_div, live, True)
+    put(one_over_sqrt_row_sq_2_plus_eps_ptr, at, 1.0 / (tl.sqrt(row_sq) + eps), live, True)
 
 
 @triton.jit
 def normuon_float32_4_round(
-    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-    first, end, rows, columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
+    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end,
+    rows, columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
 ):
     """All values of rows."""
     for start in range(first * rows, end * rows, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end * rows
         normuon_float32_4_values(
-            row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-            at, live, beta2, eps, one_minus_beta2,
+            row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2,
+            eps, one_minus_beta2,
         )
 
 
@@ -216,32 +214,34 @@ def normuon_float32_4(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     row_sq_ptr = pointer(row + 3, tl.float32, False)
     one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
-    row_mul_2_ptr = pointer(row + 7, tl.float32, False)
     row_sum_for_row_sq_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    extent_columns = tl.load(row + 25).to(tl.float32)
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    extent_columns = tl.load(row + 24).to(tl.float32)
     normuon_float32_4_round(
-        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-        first, end, rows, columns, beta2, eps, one_minus_beta2, LANES,
+        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end,
+        rows, columns, beta2, eps, one_minus_beta2, LANES,
     )
 
 
 @triton.jit
-def normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, MASKED: tl.constexpr):
+def normuon_float32_5_tile(
+    direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
-    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
+    one_over_sqrt_row_sq_2_plus_eps = get(one_over_sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
     # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    direction = widened(direction_stored)               # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    even = direction * one_over_sqrt_row_sq_2_plus_eps  # 40  even = direction / (sqrt(row_sq) + eps)
     # -- encode and store
-    return term(direction * direction * row_mul_2, at, live, MASKED)
+    return term(even, at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -250,12 +250,12 @@ def normuon_float32_5(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, ALIGNED)     # float32 [partial results]  written
+    row = table + 27 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 13, tl.float32, ALIGNED)     # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -270,29 +270,33 @@ def normuon_float32_5(
     lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 15)) + top
+    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 14)) + top
     direction_ptr += top * columns + left
-    row_mul_2_ptr += top
+    one_over_sqrt_row_sq_2_plus_eps_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
+            False,
         )
-        row_sum_term_0 = row_sum_term
+        row_sum_term_0 = row_sum_term * row_sum_term
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -301,27 +305,31 @@ def normuon_float32_5(
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
+            True,
         )
-        row_sum_term_0 = row_sum_term
+        row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
@@ -330,22 +338,24 @@ def normuon_float32_5(
 def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, False)       # float32 [partial results]  written
+    row = table + 27 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 13, tl.float32, False)       # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 7, tl.float32, False)               # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
+    height = tl.load(row + 15)
+    width = tl.load(row + 16)
+    numel = tl.load(row + 17)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        row_sum_term = normuon_float32_5_tile(
+            direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
+        )
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -409,23 +419,23 @@ def normuon_float32_8_round(
 
 
 @triton.jit
-def normuon_float32_9_values(row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live):
+def normuon_float32_9_values(row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live):
     """Values of rows."""
     lr_times_size = tl.load(lr_times_size_ptr)
     one_over_sqrt_row_sq_2_plus_eps = get(one_over_sqrt_row_sq_2_plus_eps_ptr, at, live, True)
-    put(row_mul_3_ptr, at, lr_times_size * one_over_sqrt_row_sq_2_plus_eps, live, True)
+    put(row_mul_2_ptr, at, lr_times_size * one_over_sqrt_row_sq_2_plus_eps, live, True)
 
 
 @triton.jit
 def normuon_float32_9_round(
-    row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns,
+    row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns,
     LANES: tl.constexpr,
 ):
     """All values of rows."""
     for start in range(first * rows, end * rows, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end * rows
-        normuon_float32_9_values(row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live)
+        normuon_float32_9_values(row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live)
 
 
 @triton.jit
@@ -434,19 +444,19 @@ def normuon_float32_6(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 10, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 11, tl.float32, False)
-    row_mul_3_ptr = pointer(row + 12, tl.float32, False)
+    tensor_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
+    row_sum_for_size_ptr = pointer(row + 7, tl.float32, False)
+    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 9, tl.float32, False)
+    lr_times_size_ptr = pointer(row + 10, tl.float32, False)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, False)
     one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    extent_rows = tl.load(row + 24).to(tl.float32)
-    extent_columns = tl.load(row + 25).to(tl.float32)
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    extent_rows = tl.load(row + 23).to(tl.float32)
+    extent_columns = tl.load(row + 24).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
@@ -464,24 +474,24 @@ def normuon_float32_6(
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
         normuon_float32_9_round(
-            row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
+            row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
         )
 
 
 @triton.jit
 def normuon_float32_10_tile(
-    p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
-    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
@@ -493,12 +503,12 @@ def normuon_float32_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -515,25 +525,25 @@ def normuon_float32_10(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
+    row_mul_2_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, at, at_row,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
             one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -542,25 +552,25 @@ def normuon_float32_10(
         live_col = lane < width
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, live,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
             live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
 
@@ -572,13 +582,13 @@ def normuon_float32_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, False)              # float32 [rows]  read
+    height = tl.load(row + 15)
+    width = tl.load(row + 16)
+    numel = tl.load(row + 17)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -586,7 +596,7 @@ def normuon_float32_10_flat(
         live = at < numel
         at_row = at // width
         normuon_float32_10_tile(
-            p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
+            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -616,12 +626,12 @@ def normuon_bfloat16_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
+    numel = tl.load(row + 17)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -656,19 +666,19 @@ def normuon_bfloat16_1(
 
 @triton.jit
 def normuon_bfloat16_10_tile(
-    p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
-    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -682,12 +692,12 @@ def normuon_bfloat16_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -704,25 +714,25 @@ def normuon_bfloat16_10(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
+    row_mul_2_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         normuon_bfloat16_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, at, at_row,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
             one_minus_lr_times_weight_decay, False,
         )
         normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -731,25 +741,25 @@ def normuon_bfloat16_10(
         live_col = lane < width
         live = live_row & live_col
         normuon_bfloat16_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, live,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
             live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_bfloat16_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
 
@@ -761,13 +771,13 @@ def normuon_bfloat16_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, False)              # float32 [rows]  read
+    height = tl.load(row + 15)
+    width = tl.load(row + 16)
+    numel = tl.load(row + 17)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -775,7 +785,7 @@ def normuon_bfloat16_10_flat(
         live = at < numel
         at_row = at // width
         normuon_bfloat16_10_tile(
-            p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
+            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -805,12 +815,12 @@ def normuon_float16_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
+    numel = tl.load(row + 17)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -845,19 +855,19 @@ def normuon_float16_1(
 
 @triton.jit
 def normuon_float16_10_tile(
-    p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
-    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
@@ -869,12 +879,12 @@ def normuon_float16_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -891,25 +901,25 @@ def normuon_float16_10(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
+    row_mul_2_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         normuon_float16_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, at, at_row,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
             one_minus_lr_times_weight_decay, False,
         )
         normuon_float16_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_float16_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_float16_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -918,25 +928,25 @@ def normuon_float16_10(
         live_col = lane < width
         live = live_row & live_col
         normuon_float16_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, live,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
             live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_float16_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_float16_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_float16_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
 
@@ -948,13 +958,13 @@ def normuon_float16_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, False)              # float32 [rows]  read
+    height = tl.load(row + 15)
+    width = tl.load(row + 16)
+    numel = tl.load(row + 17)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -962,7 +972,7 @@ def normuon_float16_10_flat(
         live = at < numel
         at_row = at // width
         normuon_float16_10_tile(
-            p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
+            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
         )
 
 

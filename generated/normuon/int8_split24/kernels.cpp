@@ -943,7 +943,7 @@ struct normuon_float32_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
+        {6, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     };
 
@@ -971,31 +971,27 @@ struct normuon_float32_4 {
     static constexpr Place PLACES[] = {
         {4, -1, 4, ROW, true, true, NONE, 0},  // row_sq
         {7, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
-        {8, -1, 4, ROW, false, true, NONE, 2},  // row_mul_2
-        {6, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_sq
+        {6, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
         float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (float *)at[1];  // float32 [row]  written
-        float *__restrict row_mul_2_at = (float *)at[2];                        // float32 [row]  written
-        const float *__restrict row_sum_for_row_sq_at = (const float *)at[3];   // float32 [row]  read
+        const float *__restrict row_sum_for_row_sq_at = (const float *)at[2];   // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F beta2(known.scalars[3]);
         const F eps(known.scalars[4]);
         const F one_minus_beta2(known.scalars[5]);
 
-        // -- elements: decode, update, encode  (specs/normuon.py)
+        // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const F row_sum_for_row_sq = load(row_sum_for_row_sq_at + i);
             const F row_sq = load(row_sq_at + i);
             // 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
             const F row_sq_2 = fma(one_minus_beta2, row_sum_for_row_sq / F(extent[1]), beta2 * row_sq);
-            const F row_sum_for_row_sq_div = 1.0f / (sqrt(row_sq_2) + eps);
             store(row_sq_at + i, row_sq_2);
-            store(one_over_sqrt_row_sq_2_plus_eps_at + i, row_sum_for_row_sq_div);
-            store(row_mul_2_at + i, row_sum_for_row_sq_div * row_sum_for_row_sq_div);
+            store(one_over_sqrt_row_sq_2_plus_eps_at + i, 1.0f / (sqrt(row_sq_2) + eps));
         }
     }
 };
@@ -1008,22 +1004,25 @@ struct normuon_float32_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, 15, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
+        {8, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {8, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
+        {7, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            store(row_sum_for_size_at + i, direction * direction * load(row_mul_2_at + (i & row_mask)));
+            // 40  even = direction / (sqrt(row_sq) + eps)
+            const F even = direction * load(one_over_sqrt_row_sq_2_plus_eps_at + (i & row_mask));
+            store(row_sum_for_size_at + i, even * even);
         }
     }
 };
@@ -1036,8 +1035,8 @@ struct normuon_float32_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
-        {9, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
+        {9, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
+        {8, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1061,7 +1060,7 @@ struct normuon_float32_7 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
+        {10, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1085,9 +1084,9 @@ struct normuon_float32_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
-        {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
+        {11, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
+        {10, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
+        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1118,14 +1117,14 @@ struct normuon_float32_9 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {13, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
-        {12, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
+        {12, -1, 4, ROW, false, true, NONE, 0},  // row_mul_2
+        {11, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
         {7, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict row_mul_3_at = (float *)at[0];                  // float32 [row]  written
+        float *__restrict row_mul_2_at = (float *)at[0];                  // float32 [row]  written
         const float *__restrict lr_times_size_at = (const float *)at[1];  // float32 [tensor]  read
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
@@ -1134,7 +1133,7 @@ struct normuon_float32_9 {
         for (int i = 0; i < count; i += W) {
             const F lr_times_size = F(*lr_times_size_at);
             const F one_over_sqrt_row_sq_2_plus_eps = load(one_over_sqrt_row_sq_2_plus_eps_at + i);
-            store(row_mul_3_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
+            store(row_mul_2_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
         }
     }
 };
@@ -1149,14 +1148,14 @@ struct normuon_float32_10 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {13, -1, 4, ROW, true, false, NONE, 2},  // row_mul_3
+        {12, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[2];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
 
         // -- elements: decode, update  (specs/normuon.py)
@@ -1166,7 +1165,7 @@ struct normuon_float32_10 {
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -1215,7 +1214,7 @@ struct normuon_float32_small_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
+        {5, 12, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     };
 
@@ -1243,31 +1242,27 @@ struct normuon_float32_small_4 {
     static constexpr Place PLACES[] = {
         {3, -1, 4, ROW, true, true, NONE, 0},  // row_sq
         {6, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
-        {7, -1, 4, ROW, false, true, NONE, 2},  // row_mul_2
-        {5, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_sq
+        {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
         float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (float *)at[1];  // float32 [row]  written
-        float *__restrict row_mul_2_at = (float *)at[2];                        // float32 [row]  written
-        const float *__restrict row_sum_for_row_sq_at = (const float *)at[3];   // float32 [row]  read
+        const float *__restrict row_sum_for_row_sq_at = (const float *)at[2];   // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F beta2(known.scalars[3]);
         const F eps(known.scalars[4]);
         const F one_minus_beta2(known.scalars[5]);
 
-        // -- elements: decode, update, encode  (specs/normuon.py)
+        // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const F row_sum_for_row_sq = load(row_sum_for_row_sq_at + i);
             const F row_sq = load(row_sq_at + i);
             // 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
             const F row_sq_2 = fma(one_minus_beta2, row_sum_for_row_sq / F(extent[1]), beta2 * row_sq);
-            const F row_sum_for_row_sq_div = 1.0f / (sqrt(row_sq_2) + eps);
             store(row_sq_at + i, row_sq_2);
-            store(one_over_sqrt_row_sq_2_plus_eps_at + i, row_sum_for_row_sq_div);
-            store(row_mul_2_at + i, row_sum_for_row_sq_div * row_sum_for_row_sq_div);
+            store(one_over_sqrt_row_sq_2_plus_eps_at + i, 1.0f / (sqrt(row_sq_2) + eps));
         }
     }
 };
@@ -1280,22 +1275,25 @@ struct normuon_float32_small_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {8, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
+        {7, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {7, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
+        {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            store(row_sum_for_size_at + i, direction * direction * load(row_mul_2_at + (i & row_mask)));
+            // 40  even = direction / (sqrt(row_sq) + eps)
+            const F even = direction * load(one_over_sqrt_row_sq_2_plus_eps_at + (i & row_mask));
+            store(row_sum_for_size_at + i, even * even);
         }
     }
 };
@@ -1308,8 +1306,8 @@ struct normuon_float32_small_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
-        {8, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
+        {8, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
+        {7, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1333,7 +1331,7 @@ struct normuon_float32_small_7 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
+        {9, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1357,9 +1355,9 @@ struct normuon_float32_small_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
-        {10, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
+        {10, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
+        {9, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
+        {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1390,14 +1388,14 @@ struct normuon_float32_small_9 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {12, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
+        {11, -1, 4, ROW, false, true, NONE, 0},  // row_mul_2
+        {10, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict row_mul_3_at = (float *)at[0];                  // float32 [row]  written
+        float *__restrict row_mul_2_at = (float *)at[0];                  // float32 [row]  written
         const float *__restrict lr_times_size_at = (const float *)at[1];  // float32 [tensor]  read
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
@@ -1406,7 +1404,7 @@ struct normuon_float32_small_9 {
         for (int i = 0; i < count; i += W) {
             const F lr_times_size = F(*lr_times_size_at);
             const F one_over_sqrt_row_sq_2_plus_eps = load(one_over_sqrt_row_sq_2_plus_eps_at + i);
-            store(row_mul_3_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
+            store(row_mul_2_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
         }
     }
 };
@@ -1421,14 +1419,14 @@ struct normuon_float32_small_10 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {12, -1, 4, ROW, true, false, NONE, 2},  // row_mul_3
+        {11, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[2];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
 
         // -- elements: decode, update  (specs/normuon.py)
@@ -1438,7 +1436,7 @@ struct normuon_float32_small_10 {
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -1575,7 +1573,7 @@ struct normuon_bfloat16_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, 15, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
+        {7, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {6, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     };
 
@@ -1603,31 +1601,27 @@ struct normuon_bfloat16_4 {
     static constexpr Place PLACES[] = {
         {5, -1, 4, ROW, true, true, NONE, 0},  // row_sq
         {8, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
-        {9, -1, 4, ROW, false, true, NONE, 2},  // row_mul_2
-        {7, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_sq
+        {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
         float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (float *)at[1];  // float32 [row]  written
-        float *__restrict row_mul_2_at = (float *)at[2];                        // float32 [row]  written
-        const float *__restrict row_sum_for_row_sq_at = (const float *)at[3];   // float32 [row]  read
+        const float *__restrict row_sum_for_row_sq_at = (const float *)at[2];   // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F beta2(known.scalars[3]);
         const F eps(known.scalars[4]);
         const F one_minus_beta2(known.scalars[5]);
 
-        // -- elements: decode, update, encode  (specs/normuon.py)
+        // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const F row_sum_for_row_sq = load(row_sum_for_row_sq_at + i);
             const F row_sq = load(row_sq_at + i);
             // 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
             const F row_sq_2 = fma(one_minus_beta2, row_sum_for_row_sq / F(extent[1]), beta2 * row_sq);
-            const F row_sum_for_row_sq_div = 1.0f / (sqrt(row_sq_2) + eps);
             store(row_sq_at + i, row_sq_2);
-            store(one_over_sqrt_row_sq_2_plus_eps_at + i, row_sum_for_row_sq_div);
-            store(row_mul_2_at + i, row_sum_for_row_sq_div * row_sum_for_row_sq_div);
+            store(one_over_sqrt_row_sq_2_plus_eps_at + i, 1.0f / (sqrt(row_sq_2) + eps));
         }
     }
 };
@@ -1640,22 +1634,25 @@ struct normuon_bfloat16_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, 16, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
+        {9, 15, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {6, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {9, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
+        {8, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
         const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
+        // float32 [row]  read
+        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
             const U16 direction_stored = raw(direction_at + i);
             const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            store(row_sum_for_size_at + i, direction * direction * load(row_mul_2_at + (i & row_mask)));
+            // 40  even = direction / (sqrt(row_sq) + eps)
+            const F even = direction * load(one_over_sqrt_row_sq_2_plus_eps_at + (i & row_mask));
+            store(row_sum_for_size_at + i, even * even);
         }
     }
 };
@@ -1668,8 +1665,8 @@ struct normuon_bfloat16_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
-        {10, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
+        {10, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
+        {9, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1693,7 +1690,7 @@ struct normuon_bfloat16_7 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {12, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
+        {11, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1717,9 +1714,9 @@ struct normuon_bfloat16_8 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {13, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
-        {12, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
-        {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
+        {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
+        {11, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
+        {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1750,14 +1747,14 @@ struct normuon_bfloat16_9 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {14, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
-        {13, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
+        {13, -1, 4, ROW, false, true, NONE, 0},  // row_mul_2
+        {12, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
         {8, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict row_mul_3_at = (float *)at[0];                  // float32 [row]  written
+        float *__restrict row_mul_2_at = (float *)at[0];                  // float32 [row]  written
         const float *__restrict lr_times_size_at = (const float *)at[1];  // float32 [tensor]  read
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
@@ -1766,7 +1763,7 @@ struct normuon_bfloat16_9 {
         for (int i = 0; i < count; i += W) {
             const F lr_times_size = F(*lr_times_size_at);
             const F one_over_sqrt_row_sq_2_plus_eps = load(one_over_sqrt_row_sq_2_plus_eps_at + i);
-            store(row_mul_3_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
+            store(row_mul_2_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
         }
     }
 };
@@ -1782,7 +1779,7 @@ struct normuon_bfloat16_10 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {6, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {14, -1, 4, ROW, true, false, NONE, 3},  // row_mul_3
+        {13, -1, 4, ROW, true, false, NONE, 3},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1790,7 +1787,7 @@ struct normuon_bfloat16_10 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[3];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[3];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
@@ -1822,7 +1819,7 @@ struct normuon_bfloat16_10 {
             const F direction = widened(direction_stored);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1879,7 +1876,7 @@ struct normuon_bfloat16_small_10 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {5, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {13, -1, 4, ROW, true, false, NONE, 3},  // row_mul_3
+        {12, -1, 4, ROW, true, false, NONE, 3},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1887,7 +1884,7 @@ struct normuon_bfloat16_small_10 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[3];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[3];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
@@ -1919,7 +1916,7 @@ struct normuon_bfloat16_small_10 {
             const F direction = widened(direction_stored);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1941,7 +1938,7 @@ struct normuon_float16_10 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {6, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {14, -1, 4, ROW, true, false, NONE, 3},  // row_mul_3
+        {13, -1, 4, ROW, true, false, NONE, 3},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1949,7 +1946,7 @@ struct normuon_float16_10 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[3];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[3];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
@@ -1988,7 +1985,7 @@ struct normuon_float16_10 {
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             const I direction_bitcast = bits(p_3);
             const I p_sign = direction_bitcast >> 16 & 32768;
             const I p_magnitude = direction_bitcast & 2147483647;
@@ -2022,7 +2019,7 @@ struct normuon_float16_small_10 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {5, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {13, -1, 4, ROW, true, false, NONE, 3},  // row_mul_3
+        {12, -1, 4, ROW, true, false, NONE, 3},  // row_mul_2
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2030,7 +2027,7 @@ struct normuon_float16_small_10 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
         const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const float *__restrict row_mul_3_at = (const float *)at[3];        // float32 [row]  read
+        const float *__restrict row_mul_2_at = (const float *)at[3];        // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
@@ -2069,7 +2066,7 @@ struct normuon_float16_small_10 {
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_3_at + (i & row_mask)), p_2);
+            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             const I direction_bitcast = bits(p_3);
             const I p_sign = direction_bitcast >> 16 & 32768;
             const I p_magnitude = direction_bitcast & 2147483647;
@@ -2106,12 +2103,11 @@ struct normuon_float32 {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2141,12 +2137,11 @@ struct normuon_float32_small {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2178,12 +2173,11 @@ struct normuon_bfloat16 {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2214,12 +2208,11 @@ struct normuon_bfloat16_small {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2251,12 +2244,11 @@ struct normuon_float16 {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };
@@ -2287,12 +2279,11 @@ struct normuon_float16_small {
         {2, ELEMENT},  // direction
         {4, ROW},  // row_sum_for_row_sq
         {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_mul_2
         {4, ROW},  // row_sum_for_size
         {4, WHOLE},  // tensor_sum_for_size
         {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
         {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_3
+        {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
     };

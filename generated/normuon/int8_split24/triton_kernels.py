@@ -71,17 +71,17 @@ def normuon_float32_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = (tl.load(row + 24) + 63) // 64 * 64
-    begin = tl.load(row + 22) * pace + tl.load(row + 23) // 64 * 64
+    numel = tl.load(row + 18)
+    columns = tl.load(row + 19)
+    stream_key = tl.load(row + 20).to(tl.int32)
+    pace = (tl.load(row + 23) + 63) // 64 * 64
+    begin = tl.load(row + 21) * pace + tl.load(row + 22) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -163,11 +163,11 @@ def normuon_float32_3(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 14, tl.float32, ALIGNED)   # float32 [partial results]  written
+    row = table + 28 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, ALIGNED)   # float32 [partial results]  written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -182,7 +182,7 @@ def normuon_float32_3(
     lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 16)) + top
+    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 15)) + top
     direction_ptr += top * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -225,11 +225,11 @@ def normuon_float32_3(
 def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 14, tl.float32, False)     # float32 [partial results]  written
+    row = table + 28 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, False)     # float32 [partial results]  written
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    numel = tl.load(row + 19)
+    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
+    numel = tl.load(row + 18)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -241,32 +241,30 @@ def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, 
 
 @triton.jit
 def normuon_float32_4_values(
-    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-    at, live, beta2, eps, one_minus_beta2,
+    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2,
+    eps, one_minus_beta2,
 ):
     """Values of rows."""
     row_sum_for_row_sq = get(row_sum_for_row_sq_ptr, at, live, True)
     row_sq = get(row_sq_ptr, at, live, True)
     # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
     row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
-    row_sum_for_row_sq_div = 1.0 / (tl.sqrt(row_sq) + eps)
     put(row_sq_ptr, at, row_sq, live, True)
-    put(one_over_sqrt_row_sq_2_plus_eps_ptr, at, row_sum_for_row_sq_div, live, True)
-    put(row_mul_2_ptr, at, row_sum_for_row_sq_div * row_sum_for_row_sq_div, live, True)
+    put(one_over_sqrt_row_sq_2_plus_eps_ptr, at, 1.0 / (tl.sqrt(row_sq) + eps), live, True)
 
 
 @triton.jit
 def normuon_float32_4_round(
-    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-    first, end, rows, columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
+    row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end,
+    rows, columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
 ):
     """All values of rows."""
     for start in range(first * rows, end * rows, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end * rows
         normuon_float32_4_values(
-            row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-            at, live, beta2, eps, one_minus_beta2,
+            row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2,
+            eps, one_minus_beta2,
         )
 
 
@@ -276,32 +274,34 @@ def normuon_float32_4(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     row_sq_ptr = pointer(row + 4, tl.float32, False)
     one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
-    row_mul_2_ptr = pointer(row + 8, tl.float32, False)
     row_sum_for_row_sq_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    extent_columns = tl.load(row + 26).to(tl.float32)
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    extent_columns = tl.load(row + 25).to(tl.float32)
     normuon_float32_4_round(
-        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-        first, end, rows, columns, beta2, eps, one_minus_beta2, LANES,
+        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end,
+        rows, columns, beta2, eps, one_minus_beta2, LANES,
     )
 
 
 @triton.jit
-def normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, MASKED: tl.constexpr):
+def normuon_float32_5_tile(
+    direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
-    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
+    one_over_sqrt_row_sq_2_plus_eps = get(one_over_sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
     # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    direction = widened(direction_stored)               # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    even = direction * one_over_sqrt_row_sq_2_plus_eps  # 40  even = direction / (sqrt(row_sq) + eps)
     # -- encode and store
-    return term(direction * direction * row_mul_2, at, live, MASKED)
+    return term(even, at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -310,12 +310,12 @@ def normuon_float32_5(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 15, tl.float32, ALIGNED)     # float32 [partial results]  written
+    row = table + 28 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 14, tl.float32, ALIGNED)     # float32 [partial results]  written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [rows]  read
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -330,29 +330,33 @@ def normuon_float32_5(
     lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 16)) + top
+    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 15)) + top
     direction_ptr += top * columns + left
-    row_mul_2_ptr += top
+    one_over_sqrt_row_sq_2_plus_eps_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
+            False,
         )
-        row_sum_term_0 = row_sum_term
+        row_sum_term_0 = row_sum_term * row_sum_term
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -361,27 +365,31 @@ def normuon_float32_5(
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
+            True,
         )
-        row_sum_term_0 = row_sum_term
+        row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
@@ -390,22 +398,24 @@ def normuon_float32_5(
 def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 15, tl.float32, False)       # float32 [partial results]  written
+    row = table + 28 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 14, tl.float32, False)       # float32 [partial results]  written
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 8, tl.float32, False)               # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    height = tl.load(row + 17)
-    width = tl.load(row + 18)
-    numel = tl.load(row + 19)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
+    height = tl.load(row + 16)
+    width = tl.load(row + 17)
+    numel = tl.load(row + 18)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        row_sum_term = normuon_float32_5_tile(
+            direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
+        )
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -469,23 +479,23 @@ def normuon_float32_8_round(
 
 
 @triton.jit
-def normuon_float32_9_values(row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live):
+def normuon_float32_9_values(row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live):
     """Values of rows."""
     lr_times_size = tl.load(lr_times_size_ptr)
     one_over_sqrt_row_sq_2_plus_eps = get(one_over_sqrt_row_sq_2_plus_eps_ptr, at, live, True)
-    put(row_mul_3_ptr, at, lr_times_size * one_over_sqrt_row_sq_2_plus_eps, live, True)
+    put(row_mul_2_ptr, at, lr_times_size * one_over_sqrt_row_sq_2_plus_eps, live, True)
 
 
 @triton.jit
 def normuon_float32_9_round(
-    row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns,
+    row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns,
     LANES: tl.constexpr,
 ):
     """All values of rows."""
     for start in range(first * rows, end * rows, 2048):
         at = start + tl.arange(0, 2048)
         live = at < end * rows
-        normuon_float32_9_values(row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live)
+        normuon_float32_9_values(row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, live)
 
 
 @triton.jit
@@ -494,19 +504,19 @@ def normuon_float32_6(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 10, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 11, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 12, tl.float32, False)
-    row_mul_3_ptr = pointer(row + 13, tl.float32, False)
+    tensor_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
+    row_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
+    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 10, tl.float32, False)
+    lr_times_size_ptr = pointer(row + 11, tl.float32, False)
+    row_mul_2_ptr = pointer(row + 12, tl.float32, False)
     one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    extent_rows = tl.load(row + 25).to(tl.float32)
-    extent_columns = tl.load(row + 26).to(tl.float32)
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
+    extent_rows = tl.load(row + 24).to(tl.float32)
+    extent_columns = tl.load(row + 25).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
@@ -524,24 +534,24 @@ def normuon_float32_6(
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
         normuon_float32_9_round(
-            row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
+            row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
         )
 
 
 @triton.jit
 def normuon_float32_10_tile(
-    p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
+    p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, one_minus_lr_times_weight_decay,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
-    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
@@ -553,12 +563,12 @@ def normuon_float32_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
+    row_mul_2_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -575,25 +585,25 @@ def normuon_float32_10(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
+    row_mul_2_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, at, at_row,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
             one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -602,25 +612,25 @@ def normuon_float32_10(
         live_col = lane < width
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, live,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
             live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
 
@@ -632,13 +642,13 @@ def normuon_float32_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 17)
-    width = tl.load(row + 18)
-    numel = tl.load(row + 19)
+    row_mul_2_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
+    height = tl.load(row + 16)
+    width = tl.load(row + 17)
+    numel = tl.load(row + 18)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -646,7 +656,7 @@ def normuon_float32_10_flat(
         live = at < numel
         at_row = at // width
         normuon_float32_10_tile(
-            p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
+            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -676,12 +686,12 @@ def normuon_float32_small_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
+    numel = tl.load(row + 17)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -720,11 +730,11 @@ def normuon_float32_small_3(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, ALIGNED)   # float32 [partial results]  written
+    row = table + 27 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, ALIGNED)   # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -739,7 +749,7 @@ def normuon_float32_small_3(
     lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 15)) + top
+    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 14)) + top
     direction_ptr += top * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -782,11 +792,11 @@ def normuon_float32_small_3(
 def normuon_float32_small_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, False)     # float32 [partial results]  written
+    row = table + 27 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, False)     # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    numel = tl.load(row + 18)
+    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
+    numel = tl.load(row + 17)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -802,19 +812,18 @@ def normuon_float32_small_4(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     row_sq_ptr = pointer(row + 3, tl.float32, False)
     one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
-    row_mul_2_ptr = pointer(row + 7, tl.float32, False)
     row_sum_for_row_sq_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    extent_columns = tl.load(row + 25).to(tl.float32)
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    extent_columns = tl.load(row + 24).to(tl.float32)
     normuon_float32_4_round(
-        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-        first, end, rows, columns, beta2, eps, one_minus_beta2, LANES,
+        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end,
+        rows, columns, beta2, eps, one_minus_beta2, LANES,
     )
 
 
@@ -824,12 +833,12 @@ def normuon_float32_small_5(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, ALIGNED)     # float32 [partial results]  written
+    row = table + 27 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 13, tl.float32, ALIGNED)     # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -844,29 +853,33 @@ def normuon_float32_small_5(
     lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 15)) + top
+    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 14)) + top
     direction_ptr += top * columns + left
-    row_mul_2_ptr += top
+    one_over_sqrt_row_sq_2_plus_eps_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
+            False,
         )
-        row_sum_term_0 = row_sum_term
+        row_sum_term_0 = row_sum_term * row_sum_term
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -875,27 +888,31 @@ def normuon_float32_small_5(
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
+            True,
         )
-        row_sum_term_0 = row_sum_term
+        row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
@@ -904,22 +921,24 @@ def normuon_float32_small_5(
 def normuon_float32_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, False)       # float32 [partial results]  written
+    row = table + 27 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 13, tl.float32, False)       # float32 [partial results]  written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 7, tl.float32, False)               # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
+    height = tl.load(row + 15)
+    width = tl.load(row + 16)
+    numel = tl.load(row + 17)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        row_sum_term = normuon_float32_5_tile(
+            direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
+        )
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -928,19 +947,19 @@ def normuon_float32_small_6(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 10, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 11, tl.float32, False)
-    row_mul_3_ptr = pointer(row + 12, tl.float32, False)
+    tensor_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
+    row_sum_for_size_ptr = pointer(row + 7, tl.float32, False)
+    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 9, tl.float32, False)
+    lr_times_size_ptr = pointer(row + 10, tl.float32, False)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, False)
     one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    extent_rows = tl.load(row + 24).to(tl.float32)
-    extent_columns = tl.load(row + 25).to(tl.float32)
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
+    extent_rows = tl.load(row + 23).to(tl.float32)
+    extent_columns = tl.load(row + 24).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
@@ -958,7 +977,7 @@ def normuon_float32_small_6(
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
         normuon_float32_9_round(
-            row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
+            row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
         )
 
 
@@ -969,12 +988,12 @@ def normuon_float32_small_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [rows]  read
+    rows = tl.load(row + 15)
+    columns = tl.load(row + 16)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -991,25 +1010,25 @@ def normuon_float32_small_10(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
+    row_mul_2_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, at, at_row,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row,
             one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
         normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             at, at_row, one_minus_lr_times_weight_decay, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -1018,25 +1037,25 @@ def normuon_float32_small_10(
         live_col = lane < width
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns, direction_ptr + start * columns, row_mul_3_ptr + start, at, at_row, live,
+            p_ptr + start * columns, direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live,
             live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 256, direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 512, direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_float32_10_tile(
-            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row,
+            p_ptr + start * columns + 768, direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row,
             live, live_row, one_minus_lr_times_weight_decay, True,
         )
 
@@ -1048,13 +1067,13 @@ def normuon_float32_small_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
+    row = table + 27 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     direction_ptr = pointer(row + 4, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
+    row_mul_2_ptr = pointer(row + 11, tl.float32, False)              # float32 [rows]  read
+    height = tl.load(row + 15)
+    width = tl.load(row + 16)
+    numel = tl.load(row + 17)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1062,7 +1081,7 @@ def normuon_float32_small_10_flat(
         live = at < numel
         at_row = at // width
         normuon_float32_10_tile(
-            p_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
+            p_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -1115,17 +1134,17 @@ def normuon_bfloat16_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = (tl.load(row + 25) + 63) // 64 * 64
-    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
+    numel = tl.load(row + 19)
+    columns = tl.load(row + 20)
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = (tl.load(row + 24) + 63) // 64 * 64
+    begin = tl.load(row + 22) * pace + tl.load(row + 23) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -1196,11 +1215,11 @@ def normuon_bfloat16_3(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 15, tl.float32, ALIGNED)   # float32 [partial results]  written
+    row = table + 29 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 14, tl.float32, ALIGNED)   # float32 [partial results]  written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1215,7 +1234,7 @@ def normuon_bfloat16_3(
     lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 17)) + top
+    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 16)) + top
     direction_ptr += top * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -1258,11 +1277,11 @@ def normuon_bfloat16_3(
 def normuon_bfloat16_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 15, tl.float32, False)     # float32 [partial results]  written
+    row = table + 29 * tl.load(item).to(tl.int64)
+    row_sum_for_row_sq_ptr = pointer(row + 14, tl.float32, False)     # float32 [partial results]  written
     direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 29, tl.float32, False)
-    numel = tl.load(row + 20)
+    row_sum_term_ptr = pointer(row + 28, tl.float32, False)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
@@ -1278,19 +1297,18 @@ def normuon_bfloat16_4(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     row_sq_ptr = pointer(row + 5, tl.float32, False)
     one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)
-    row_mul_2_ptr = pointer(row + 9, tl.float32, False)
     row_sum_for_row_sq_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    extent_columns = tl.load(row + 27).to(tl.float32)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
+    extent_columns = tl.load(row + 26).to(tl.float32)
     normuon_float32_4_round(
-        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_mul_2_ptr, row_sum_for_row_sq_ptr, extent_columns,
-        first, end, rows, columns, beta2, eps, one_minus_beta2, LANES,
+        row_sq_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end,
+        rows, columns, beta2, eps, one_minus_beta2, LANES,
     )
 
 
@@ -1300,12 +1318,12 @@ def normuon_bfloat16_5(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 16, tl.float32, ALIGNED)     # float32 [partial results]  written
+    row = table + 29 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 15, tl.float32, ALIGNED)     # float32 [partial results]  written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [rows]  read
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1320,29 +1338,33 @@ def normuon_bfloat16_5(
     lane = tl.arange(0, 256)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 17)) + top
+    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 16)) + top
     direction_ptr += top * columns + left
-    row_mul_2_ptr += top
+    one_over_sqrt_row_sq_2_plus_eps_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
+            False,
         )
-        row_sum_term_0 = row_sum_term
+        row_sum_term_0 = row_sum_term * row_sum_term
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row, False,
+            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
+            at_row, False,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -1351,27 +1373,31 @@ def normuon_bfloat16_5(
         live_col = lane < width
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
+            True,
         )
-        row_sum_term_0 = row_sum_term
+        row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
         row_sum_term = normuon_float32_5_tile(
-            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row, True,
+            direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
+            live_row, True,
         )
-        row_sum_term_0 = row_sum_term_0 + row_sum_term
+        row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
 
@@ -1380,22 +1406,24 @@ def normuon_bfloat16_5(
 def normuon_bfloat16_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 16, tl.float32, False)       # float32 [partial results]  written
+    row = table + 29 * tl.load(item).to(tl.int64)
+    row_sum_for_size_ptr = pointer(row + 15, tl.float32, False)       # float32 [partial results]  written
     direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_2_ptr = pointer(row + 9, tl.float32, False)               # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 29, tl.float32, False)
-    height = tl.load(row + 18)
-    width = tl.load(row + 19)
-    numel = tl.load(row + 20)
+    one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)  # float32 [rows]  read
+    row_sum_term_ptr = pointer(row + 28, tl.float32, False)
+    height = tl.load(row + 17)
+    width = tl.load(row + 18)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(direction_ptr, row_mul_2_ptr, at, at_row, live, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
+        row_sum_term = normuon_float32_5_tile(
+            direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
+        )
+        put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
@@ -1404,19 +1432,19 @@ def normuon_bfloat16_6(
 ):
     """normuon: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 10, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 12, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 13, tl.float32, False)
-    row_mul_3_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_for_size_ptr = pointer(row + 10, tl.float32, False)
+    row_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
+    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 11, tl.float32, False)
+    lr_times_size_ptr = pointer(row + 12, tl.float32, False)
+    row_mul_2_ptr = pointer(row + 13, tl.float32, False)
     one_over_sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    extent_rows = tl.load(row + 26).to(tl.float32)
-    extent_columns = tl.load(row + 27).to(tl.float32)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
+    extent_rows = tl.load(row + 25).to(tl.float32)
+    extent_columns = tl.load(row + 26).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
         normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
@@ -1434,20 +1462,20 @@ def normuon_bfloat16_6(
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
         normuon_float32_9_round(
-            row_mul_3_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
+            row_mul_2_ptr, lr_times_size_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, first, end, rows, columns, LANES,
         )
 
 
 @triton.jit
 def normuon_bfloat16_10_tile(
-    p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, index,
+    p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, index,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
     index = within(index, direction_stored)
-    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
@@ -1455,7 +1483,7 @@ def normuon_bfloat16_10_tile(
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1478,16 +1506,16 @@ def normuon_bfloat16_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 14, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = tl.load(row + 25)
-    begin = tl.load(row + 23) * pace + tl.load(row + 24)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
+    row_mul_2_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = tl.load(row + 24)
+    begin = tl.load(row + 22) * pace + tl.load(row + 23)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1505,8 +1533,8 @@ def normuon_bfloat16_10(
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
-    padded = tl.where(columns == tl.load(row + 21), pace, columns).to(tl.int32)
+    row_mul_2_ptr += top
+    padded = tl.where(columns == tl.load(row + 20), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -1514,22 +1542,22 @@ def normuon_bfloat16_10(
         start = tile * ROWS
         normuon_bfloat16_10_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_3_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
+            row_mul_2_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_bfloat16_10_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_bfloat16_10_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_bfloat16_10_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -1539,28 +1567,28 @@ def normuon_bfloat16_10(
         live = live_row & live_col
         normuon_bfloat16_10_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_3_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
+            row_mul_2_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_bfloat16_10_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_bfloat16_10_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_bfloat16_10_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
@@ -1572,19 +1600,19 @@ def normuon_bfloat16_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 14, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = tl.load(row + 25)
-    begin = tl.load(row + 23) * pace + tl.load(row + 24)
-    height = tl.load(row + 18)
-    width = tl.load(row + 19)
-    numel = tl.load(row + 20)
+    row_mul_2_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = tl.load(row + 24)
+    begin = tl.load(row + 22) * pace + tl.load(row + 23)
+    height = tl.load(row + 17)
+    width = tl.load(row + 18)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 21)
+    columns = tl.load(row + 20)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
@@ -1592,7 +1620,7 @@ def normuon_bfloat16_10_flat(
         number = (begin + at // columns * pace + at % columns).to(tl.int32)
         at_row = at // width
         normuon_bfloat16_10_tile(
-            p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, number,
+            p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, number,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
@@ -1623,12 +1651,12 @@ def normuon_bfloat16_small_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 19)
+    numel = tl.load(row + 18)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -1663,14 +1691,14 @@ def normuon_bfloat16_small_1(
 
 @triton.jit
 def normuon_bfloat16_small_10_tile(
-    p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, index,
+    p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, index,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
     index = within(index, direction_stored)
-    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
@@ -1678,7 +1706,7 @@ def normuon_bfloat16_small_10_tile(
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1701,16 +1729,16 @@ def normuon_bfloat16_small_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
+    row_mul_2_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 20).to(tl.int32)
+    pace = tl.load(row + 23)
+    begin = tl.load(row + 21) * pace + tl.load(row + 22)
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -1728,8 +1756,8 @@ def normuon_bfloat16_small_10(
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
-    padded = tl.where(columns == tl.load(row + 20), pace, columns).to(tl.int32)
+    row_mul_2_ptr += top
+    padded = tl.where(columns == tl.load(row + 19), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -1737,22 +1765,22 @@ def normuon_bfloat16_small_10(
         start = tile * ROWS
         normuon_bfloat16_small_10_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_3_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
+            row_mul_2_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_bfloat16_small_10_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_bfloat16_small_10_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_bfloat16_small_10_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -1762,28 +1790,28 @@ def normuon_bfloat16_small_10(
         live = live_row & live_col
         normuon_bfloat16_small_10_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_3_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
+            row_mul_2_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_bfloat16_small_10_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_bfloat16_small_10_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_bfloat16_small_10_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
@@ -1795,19 +1823,19 @@ def normuon_bfloat16_small_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    height = tl.load(row + 17)
-    width = tl.load(row + 18)
-    numel = tl.load(row + 19)
+    row_mul_2_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 20).to(tl.int32)
+    pace = tl.load(row + 23)
+    begin = tl.load(row + 21) * pace + tl.load(row + 22)
+    height = tl.load(row + 16)
+    width = tl.load(row + 17)
+    numel = tl.load(row + 18)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 20)
+    columns = tl.load(row + 19)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
@@ -1815,7 +1843,7 @@ def normuon_bfloat16_small_10_flat(
         number = (begin + at // columns * pace + at % columns).to(tl.int32)
         at_row = at // width
         normuon_bfloat16_small_10_tile(
-            p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, number,
+            p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, number,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
@@ -1869,17 +1897,17 @@ def normuon_float16_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = (tl.load(row + 25) + 63) // 64 * 64
-    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
+    numel = tl.load(row + 19)
+    columns = tl.load(row + 20)
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = (tl.load(row + 24) + 63) // 64 * 64
+    begin = tl.load(row + 22) * pace + tl.load(row + 23) // 64 * 64
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -1946,14 +1974,14 @@ def normuon_float16_1(
 
 @triton.jit
 def normuon_float16_10_tile(
-    p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, index,
+    p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, index,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
     index = within(index, direction_stored)
-    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -1968,7 +1996,7 @@ def normuon_float16_10_tile(
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
     direction_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = direction_bitcast >> 16 & 32768
@@ -2002,16 +2030,16 @@ def normuon_float16_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 14, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = tl.load(row + 25)
-    begin = tl.load(row + 23) * pace + tl.load(row + 24)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
+    row_mul_2_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = tl.load(row + 24)
+    begin = tl.load(row + 22) * pace + tl.load(row + 23)
+    rows = tl.load(row + 17)
+    columns = tl.load(row + 18)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2029,8 +2057,8 @@ def normuon_float16_10(
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
-    padded = tl.where(columns == tl.load(row + 21), pace, columns).to(tl.int32)
+    row_mul_2_ptr += top
+    padded = tl.where(columns == tl.load(row + 20), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -2038,22 +2066,22 @@ def normuon_float16_10(
         start = tile * ROWS
         normuon_float16_10_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_3_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
+            row_mul_2_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_float16_10_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_float16_10_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_float16_10_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -2063,28 +2091,28 @@ def normuon_float16_10(
         live = live_row & live_col
         normuon_float16_10_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_3_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
+            row_mul_2_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_float16_10_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_float16_10_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_float16_10_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
@@ -2096,19 +2124,19 @@ def normuon_float16_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
+    row = table + 29 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 14, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = tl.load(row + 25)
-    begin = tl.load(row + 23) * pace + tl.load(row + 24)
-    height = tl.load(row + 18)
-    width = tl.load(row + 19)
-    numel = tl.load(row + 20)
+    row_mul_2_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 21).to(tl.int32)
+    pace = tl.load(row + 24)
+    begin = tl.load(row + 22) * pace + tl.load(row + 23)
+    height = tl.load(row + 17)
+    width = tl.load(row + 18)
+    numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 21)
+    columns = tl.load(row + 20)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
@@ -2116,7 +2144,7 @@ def normuon_float16_10_flat(
         number = (begin + at // columns * pace + at % columns).to(tl.int32)
         at_row = at // width
         normuon_float16_10_tile(
-            p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, number,
+            p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, number,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
@@ -2147,12 +2175,12 @@ def normuon_float16_small_1(
 ):
     """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 19)
+    numel = tl.load(row + 18)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
     at = tl.arange(0, TILE)
@@ -2187,14 +2215,14 @@ def normuon_float16_small_1(
 
 @triton.jit
 def normuon_float16_small_10_tile(
-    p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live_row, index,
+    p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live_row, index,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     direction_stored = get(direction_ptr, at, live, MASKED)
     index = within(index, direction_stored)
-    row_mul_3 = get(row_mul_3_ptr, at_row, live_row, MASKED)
+    row_mul_2 = get(row_mul_2_ptr, at_row, live_row, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -2209,7 +2237,7 @@ def normuon_float16_small_10_tile(
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_3, p)  # 43  p = p - lr * size * even
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
     direction_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = direction_bitcast >> 16 & 32768
@@ -2243,16 +2271,16 @@ def normuon_float16_small_10(
 ):
     """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [rows]  read
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
+    row_mul_2_ptr = pointer(row + 12, tl.float32, ALIGNED)            # float32 [rows]  read
+    stream_key = tl.load(row + 20).to(tl.int32)
+    pace = tl.load(row + 23)
+    begin = tl.load(row + 21) * pace + tl.load(row + 22)
+    rows = tl.load(row + 16)
+    columns = tl.load(row + 17)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
@@ -2270,8 +2298,8 @@ def normuon_float16_small_10(
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     direction_ptr += top * columns + left
-    row_mul_3_ptr += top
-    padded = tl.where(columns == tl.load(row + 20), pace, columns).to(tl.int32)
+    row_mul_2_ptr += top
+    padded = tl.where(columns == tl.load(row + 19), pace, columns).to(tl.int32)
     before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -2279,22 +2307,22 @@ def normuon_float16_small_10(
         start = tile * ROWS
         normuon_float16_small_10_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_3_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
+            row_mul_2_ptr + start, at, at_row, at, at_row, before + (start + at_row) * padded,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_float16_small_10_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_float16_small_10_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         normuon_float16_small_10_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, at, at_row,
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, at, at_row,
             before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -2304,28 +2332,28 @@ def normuon_float16_small_10(
         live = live_row & live_col
         normuon_float16_small_10_tile(
             p_ptr + start * columns, weight_low_ptr + start * columns, direction_ptr + start * columns,
-            row_mul_3_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
+            row_mul_2_ptr + start, at, at_row, live, live_row, before + (start + at_row) * padded,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         normuon_float16_small_10_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            direction_ptr + start * columns + 256, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 256, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 256 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         normuon_float16_small_10_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            direction_ptr + start * columns + 512, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 512, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 512 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         normuon_float16_small_10_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            direction_ptr + start * columns + 768, row_mul_3_ptr + start, at, at_row, live, live_row,
+            direction_ptr + start * columns + 768, row_mul_2_ptr + start, at, at_row, live, live_row,
             before + 768 + (start + at_row) * padded, one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 
@@ -2337,19 +2365,19 @@ def normuon_float16_small_10_flat(
 ):
     """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
+    row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_mul_3_ptr = pointer(row + 13, tl.float32, False)              # float32 [rows]  read
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    height = tl.load(row + 17)
-    width = tl.load(row + 18)
-    numel = tl.load(row + 19)
+    row_mul_2_ptr = pointer(row + 12, tl.float32, False)              # float32 [rows]  read
+    stream_key = tl.load(row + 20).to(tl.int32)
+    pace = tl.load(row + 23)
+    begin = tl.load(row + 21) * pace + tl.load(row + 22)
+    height = tl.load(row + 16)
+    width = tl.load(row + 17)
+    numel = tl.load(row + 18)
     first = tl.load(item + 1).to(tl.int64)
-    columns = tl.load(row + 20)
+    columns = tl.load(row + 19)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
@@ -2357,7 +2385,7 @@ def normuon_float16_small_10_flat(
         number = (begin + at // columns * pace + at % columns).to(tl.int32)
         at_row = at // width
         normuon_float16_small_10_tile(
-            p_ptr, weight_low_ptr, direction_ptr, row_mul_3_ptr, at, at_row, live, live, number,
+            p_ptr, weight_low_ptr, direction_ptr, row_mul_2_ptr, at, at_row, live, live, number,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
 

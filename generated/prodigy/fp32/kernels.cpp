@@ -23,7 +23,7 @@
 //     d_numerator  0 B  f32, one per model
 //                  exact; every f32
 //   traffic   42 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -38,26 +38,24 @@ struct prodigy_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -68,7 +66,6 @@ struct prodigy_float32_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -91,9 +88,9 @@ struct prodigy_float32_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -134,10 +131,10 @@ struct prodigy_float32_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {18, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
-        {19, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
-        {17, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
+        {17, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
+        {18, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {16, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -167,23 +164,25 @@ struct prodigy_float32_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {20, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {19, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {18, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {19, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {20, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {18, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[6]);
         const F d0(known.scalars[2]);
@@ -209,9 +208,9 @@ struct prodigy_float32_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -229,10 +228,10 @@ struct prodigy_float32_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
+        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -243,12 +242,12 @@ struct prodigy_float32_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
+        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
-        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[9]);
         const F beta2(known.scalars[10]);
@@ -256,7 +255,7 @@ struct prodigy_float32_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -269,13 +268,38 @@ struct prodigy_float32_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
+        }
+    }
+};
+
+// model: values of the model
+template <class Grad>
+struct prodigy_float32_6 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = WHOLE;
+    static constexpr bool MATRICES = false, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // d
+        {19, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict d_at = (float *)at[0];                // float32 [model]  written
+        const float *__restrict d_2_at = (const float *)at[1];  // float32 [model]  read
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F d_2 = load(d_2_at + i);
+            store(d_at + i, d_2);
         }
     }
 };
@@ -292,9 +316,9 @@ struct prodigy_bfloat16_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -341,10 +365,10 @@ struct prodigy_bfloat16_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
+        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -355,12 +379,12 @@ struct prodigy_bfloat16_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
+        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
-        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[9]);
         const F beta2(known.scalars[10]);
@@ -368,7 +392,7 @@ struct prodigy_bfloat16_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -383,7 +407,7 @@ struct prodigy_bfloat16_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -408,9 +432,9 @@ struct prodigy_float16_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -457,10 +481,10 @@ struct prodigy_float16_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
+        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -471,12 +495,12 @@ struct prodigy_float16_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
+        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
-        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[9]);
         const F beta2(known.scalars[10]);
@@ -484,7 +508,7 @@ struct prodigy_float16_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -499,7 +523,7 @@ struct prodigy_float16_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -519,26 +543,24 @@ struct prodigy_float32_safeguard_warmup_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -549,7 +571,6 @@ struct prodigy_float32_safeguard_warmup_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -572,9 +593,9 @@ struct prodigy_float32_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -619,9 +640,9 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -668,9 +689,9 @@ struct prodigy_float16_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -714,26 +735,24 @@ struct prodigy_float32_use_bias_correction_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -747,7 +766,6 @@ struct prodigy_float32_use_bias_correction_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -770,9 +788,9 @@ struct prodigy_float32_use_bias_correction_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -813,23 +831,25 @@ struct prodigy_float32_use_bias_correction_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {20, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {19, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {18, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {19, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {20, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {18, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[7]);
         const F d0(known.scalars[2]);
@@ -856,9 +876,9 @@ struct prodigy_float32_use_bias_correction_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -876,10 +896,10 @@ struct prodigy_float32_use_bias_correction_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
+        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -890,12 +910,12 @@ struct prodigy_float32_use_bias_correction_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
+        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
-        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[10]);
         const F beta2(known.scalars[11]);
@@ -903,7 +923,7 @@ struct prodigy_float32_use_bias_correction_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -916,7 +936,7 @@ struct prodigy_float32_use_bias_correction_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -939,9 +959,9 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -988,10 +1008,10 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
+        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -1002,12 +1022,12 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
+        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
-        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[10]);
         const F beta2(known.scalars[11]);
@@ -1015,7 +1035,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -1030,7 +1050,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -1055,9 +1075,9 @@ struct prodigy_float16_use_bias_correction_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1104,10 +1124,10 @@ struct prodigy_float16_use_bias_correction_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
+        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -1118,12 +1138,12 @@ struct prodigy_float16_use_bias_correction_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
+        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
-        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[10]);
         const F beta2(known.scalars[11]);
@@ -1131,7 +1151,7 @@ struct prodigy_float16_use_bias_correction_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -1146,7 +1166,7 @@ struct prodigy_float16_use_bias_correction_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -1166,26 +1186,24 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -1199,7 +1217,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -1222,9 +1239,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1269,9 +1286,9 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1318,9 +1335,9 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1370,7 +1387,6 @@ struct prodigy_float32 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1381,6 +1397,7 @@ struct prodigy_float32 {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1391,6 +1408,7 @@ struct prodigy_float32 {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float32_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1409,7 +1427,6 @@ struct prodigy_bfloat16 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1420,6 +1437,7 @@ struct prodigy_bfloat16 {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1430,6 +1448,7 @@ struct prodigy_bfloat16 {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_bfloat16_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1448,7 +1467,6 @@ struct prodigy_float16 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1459,6 +1477,7 @@ struct prodigy_float16 {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1469,6 +1488,7 @@ struct prodigy_float16 {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float16_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1487,7 +1507,6 @@ struct prodigy_float32_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1498,6 +1517,7 @@ struct prodigy_float32_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1508,6 +1528,7 @@ struct prodigy_float32_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float32_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1526,7 +1547,6 @@ struct prodigy_bfloat16_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1537,6 +1557,7 @@ struct prodigy_bfloat16_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1547,6 +1568,7 @@ struct prodigy_bfloat16_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_bfloat16_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1565,7 +1587,6 @@ struct prodigy_float16_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1576,6 +1597,7 @@ struct prodigy_float16_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1586,6 +1608,7 @@ struct prodigy_float16_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_4<Grad>>(),
         stage<prodigy_float16_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1604,7 +1627,6 @@ struct prodigy_float32_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1615,6 +1637,7 @@ struct prodigy_float32_use_bias_correction {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1625,6 +1648,7 @@ struct prodigy_float32_use_bias_correction {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float32_use_bias_correction_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1643,7 +1667,6 @@ struct prodigy_bfloat16_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1654,6 +1677,7 @@ struct prodigy_bfloat16_use_bias_correction {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1664,6 +1688,7 @@ struct prodigy_bfloat16_use_bias_correction {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1682,7 +1707,6 @@ struct prodigy_float16_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1693,6 +1717,7 @@ struct prodigy_float16_use_bias_correction {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1703,6 +1728,7 @@ struct prodigy_float16_use_bias_correction {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float16_use_bias_correction_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1721,7 +1747,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1732,6 +1757,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1742,6 +1768,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float32_use_bias_correction_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1760,7 +1787,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1771,6 +1797,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1781,6 +1808,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 
@@ -1799,7 +1827,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -1810,6 +1837,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -1820,6 +1848,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         stage<prodigy_float32_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_4<Grad>>(),
         stage<prodigy_float16_use_bias_correction_5<Grad>>(),
+        stage<prodigy_float32_6<Grad>>(),
     };
 };
 

@@ -23,7 +23,7 @@
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
 #   traffic   42 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -34,15 +34,13 @@ from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reci
 
 @triton.jit
 def prodigy_float32_1_values(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-    one_minus_beta1,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
@@ -53,15 +51,14 @@ def prodigy_float32_1_values(
 
 @triton.jit
 def prodigy_float32_1_round(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-    columns, lr, weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_1_values(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-        one_minus_beta1,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
     )
 
 
@@ -76,19 +73,18 @@ def prodigy_float32_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_d_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
+    rate_ptr = pointer(row + 11, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-        columns, lr, weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -127,7 +123,7 @@ def prodigy_float32_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -203,10 +199,10 @@ def prodigy_float32_3(table, work, LANES: tl.constexpr):
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 16, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    d_denom_ptr = pointer(row + 18, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 16, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_3_round(
@@ -217,8 +213,8 @@ def prodigy_float32_3(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def prodigy_float32_4_values(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
-    eps, d0, d_coef, growth_rate, beta3,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, beta3,
 ):
     """Values of the model."""
     d_max = tl.load(d_max_ptr)
@@ -237,21 +233,22 @@ def prodigy_float32_4_values(
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
     # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
+    tl.store(d_2_ptr, d)
     tl.store(d_2_times_eps_ptr, d * eps)
 
 
 @triton.jit
 def prodigy_float32_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-    end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES: tl.constexpr,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
+    LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_4_values(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
-        eps, d0, d_coef, growth_rate, beta3,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, beta3,
     )
 
 
@@ -268,22 +265,23 @@ def prodigy_float32_4(
     d_ptr = pointer(row + 6, tl.float32, False)
     d_max_ptr = pointer(row + 7, tl.float32, False)
     d_numerator_ptr = pointer(row + 8, tl.float32, False)
+    d_2_ptr = pointer(row + 19, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 18, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
-    scalar_0, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -291,7 +289,7 @@ def prodigy_float32_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p = get(p_ptr, at, live, MASKED)
@@ -300,7 +298,7 @@ def prodigy_float32_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq)
     # 42  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -325,10 +323,10 @@ def prodigy_float32_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -345,27 +343,53 @@ def prodigy_float32_5(
         for odd in tl.static_range(2):
             prodigy_float32_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
-                scalar_0, False,
+                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float32_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+            beta1, beta2, grad_scale, scalar_0, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float32_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                live, beta1, beta2, grad_scale, scalar_0, True,
             )
+
+
+@triton.jit
+def prodigy_float32_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
+    d_2 = tl.load(d_2_ptr)
+    tl.store(d_ptr, d_2)
+
+
+@triton.jit
+def prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float32_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
+def prodigy_float32_6(table, work, LANES: tl.constexpr):
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 35 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    d_ptr = pointer(row + 6, tl.float32, False)
+    d_2_ptr = pointer(row + 19, tl.float32, False)
+    rows = tl.load(row + 24)
+    columns = tl.load(row + 25)
+    prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -405,7 +429,7 @@ def prodigy_bfloat16_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -454,9 +478,9 @@ def prodigy_bfloat16_2(
 
 @triton.jit
 def prodigy_bfloat16_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
-    scalar_0, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -464,7 +488,7 @@ def prodigy_bfloat16_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -475,7 +499,7 @@ def prodigy_bfloat16_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -501,10 +525,10 @@ def prodigy_bfloat16_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -521,26 +545,25 @@ def prodigy_bfloat16_5(
         for odd in tl.static_range(2):
             prodigy_bfloat16_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
-                scalar_0, False,
+                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_bfloat16_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+            beta1, beta2, grad_scale, scalar_0, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_bfloat16_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                live, beta1, beta2, grad_scale, scalar_0, True,
             )
 
 
@@ -581,7 +604,7 @@ def prodigy_float16_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -630,9 +653,9 @@ def prodigy_float16_2(
 
 @triton.jit
 def prodigy_float16_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
-    scalar_0, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -640,7 +663,7 @@ def prodigy_float16_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -651,7 +674,7 @@ def prodigy_float16_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -675,10 +698,10 @@ def prodigy_float16_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -695,40 +718,37 @@ def prodigy_float16_5(
         for odd in tl.static_range(2):
             prodigy_float16_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
-                scalar_0, False,
+                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float16_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+            beta1, beta2, grad_scale, scalar_0, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float16_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                live, beta1, beta2, grad_scale, scalar_0, True,
             )
 
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_values(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
-    one_minus_beta1,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
@@ -739,15 +759,14 @@ def prodigy_float32_safeguard_warmup_1_values(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_round(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-    lr, weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_safeguard_warmup_1_values(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
-        one_minus_beta1,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
     )
 
 
@@ -762,19 +781,18 @@ def prodigy_float32_safeguard_warmup_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_d_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
+    rate_ptr = pointer(row + 11, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_safeguard_warmup_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-        lr, weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+        LANES,
     )
 
 
@@ -813,7 +831,7 @@ def prodigy_float32_safeguard_warmup_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -897,7 +915,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -981,7 +999,7 @@ def prodigy_float16_safeguard_warmup_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1030,16 +1048,14 @@ def prodigy_float16_safeguard_warmup_2(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_values(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-    scalar_0, one_minus_beta1,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
     rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -1050,15 +1066,14 @@ def prodigy_float32_use_bias_correction_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_round(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-    columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_1_values(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-        scalar_0, one_minus_beta1,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
     )
 
 
@@ -1073,26 +1088,25 @@ def prodigy_float32_use_bias_correction_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_d_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
+    rate_ptr = pointer(row + 11, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-        columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_4_values(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
-    eps, d0, d_coef, growth_rate, scalar_0, beta3,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3,
 ):
     """Values of the model."""
     d_max = tl.load(d_max_ptr)
@@ -1112,21 +1126,22 @@ def prodigy_float32_use_bias_correction_4_values(
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
     # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
+    tl.store(d_2_ptr, d)
     tl.store(d_2_times_eps_ptr, d * eps)
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-    end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES: tl.constexpr,
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
+    beta3, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_4_values(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
-        eps, d0, d_coef, growth_rate, scalar_0, beta3,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3,
     )
 
 
@@ -1143,22 +1158,24 @@ def prodigy_float32_use_bias_correction_4(
     d_ptr = pointer(row + 6, tl.float32, False)
     d_max_ptr = pointer(row + 7, tl.float32, False)
     d_numerator_ptr = pointer(row + 8, tl.float32, False)
+    d_2_ptr = pointer(row + 19, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 18, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
+        beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
-    scalar_0_2, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0_2,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1166,7 +1183,7 @@ def prodigy_float32_use_bias_correction_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p = get(p_ptr, at, live, MASKED)
@@ -1175,7 +1192,7 @@ def prodigy_float32_use_bias_correction_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq)
     # 42  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -1200,10 +1217,10 @@ def prodigy_float32_use_bias_correction_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -1220,34 +1237,33 @@ def prodigy_float32_use_bias_correction_5(
         for odd in tl.static_range(2):
             prodigy_float32_use_bias_correction_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
-                scalar_0_2, False,
+                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float32_use_bias_correction_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+            beta1, beta2, grad_scale, scalar_0_2, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float32_use_bias_correction_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0_2, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                live, beta1, beta2, grad_scale, scalar_0_2, True,
             )
 
 
 @triton.jit
 def prodigy_bfloat16_use_bias_correction_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
-    scalar_0_2, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0_2,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1255,7 +1271,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1266,7 +1282,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -1292,10 +1308,10 @@ def prodigy_bfloat16_use_bias_correction_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -1312,34 +1328,33 @@ def prodigy_bfloat16_use_bias_correction_5(
         for odd in tl.static_range(2):
             prodigy_bfloat16_use_bias_correction_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
-                scalar_0_2, False,
+                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_bfloat16_use_bias_correction_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+            beta1, beta2, grad_scale, scalar_0_2, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_bfloat16_use_bias_correction_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0_2, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                live, beta1, beta2, grad_scale, scalar_0_2, True,
             )
 
 
 @triton.jit
 def prodigy_float16_use_bias_correction_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
-    scalar_0_2, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0_2,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1347,7 +1362,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1358,7 +1373,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -1382,10 +1397,10 @@ def prodigy_float16_use_bias_correction_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -1402,41 +1417,38 @@ def prodigy_float16_use_bias_correction_5(
         for odd in tl.static_range(2):
             prodigy_float16_use_bias_correction_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
-                scalar_0_2, False,
+                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float16_use_bias_correction_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+            beta1, beta2, grad_scale, scalar_0_2, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float16_use_bias_correction_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0_2, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                live, beta1, beta2, grad_scale, scalar_0_2, True,
             )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
-    scalar_0, one_minus_beta1,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
     rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -1447,15 +1459,14 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-    lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
-        scalar_0, one_minus_beta1,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
     )
 
 
@@ -1470,19 +1481,18 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_d_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
+    rate_ptr = pointer(row + 11, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-        lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -1505,15 +1515,9 @@ TILE = {
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
     "prodigy_float32_2": {"maxnreg": 96},
-    "prodigy_float32_5": {"maxnreg": 64},
     "prodigy_bfloat16_2": {"maxnreg": 96},
-    "prodigy_bfloat16_5": {"maxnreg": 64},
     "prodigy_float16_2": {"maxnreg": 96},
-    "prodigy_float16_5": {"maxnreg": 64},
     "prodigy_float32_safeguard_warmup_2": {"maxnreg": 96},
     "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 96},
     "prodigy_float16_safeguard_warmup_2": {"maxnreg": 96},
-    "prodigy_float32_use_bias_correction_5": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_5": {"maxnreg": 64},
-    "prodigy_float16_use_bias_correction_5": {"maxnreg": 64},
 }

@@ -23,7 +23,7 @@
 //     d_numerator  0 B  f32, one per model
 //                  exact; every f32
 //   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -41,10 +41,9 @@ struct prodigy_float32_1 {
         {12, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_lr
         {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_times_d
-        {16, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_beta1_times_d
-        {17, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {18, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {15, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {17, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -54,10 +53,9 @@ struct prodigy_float32_1 {
         float *__restrict rate_at = (float *)at[2];                     // float32 [model]  written
         // float32 [model]  written
         float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_times_d_at = (float *)at[4];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[5];  // float32 [model]  written
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[4];  // float32 [model]  written
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -71,7 +69,6 @@ struct prodigy_float32_1 {
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_over_d0_at + i, d_div);
             store(d_over_d0_times_rate_at + i, d_div * rate);
@@ -96,11 +93,11 @@ struct prodigy_float32_2 {
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
-        {19, 24, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_d_denom
-        {20, 25, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_numerator
-        {18, -1, 4, WHOLE, true, false, NONE, 11},  // d_over_d0_times_rate
-        {16, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_beta1_times_d
-        {15, -1, 4, WHOLE, true, false, NONE, 13},  // d_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
+        {18, 23, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
+        {19, 24, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_d_numerator
+        {17, -1, 4, WHOLE, true, false, NONE, 12},  // d_over_d0_times_rate
+        {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -121,13 +118,13 @@ struct prodigy_float32_2 {
         uint8_t *__restrict s_at = (uint8_t *)at[6];                        // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                  // int16 [blocks of 64]  read and written
         float *__restrict p0_at = (float *)at[8];                           // float32 [n]  read and written
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_d_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
+        const float *__restrict d_at = (const float *)at[9];                // float32 [model]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];      // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_d_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[11];
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[12];
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[12];
-        const float *__restrict d_times_d_at = (const float *)at[13];       // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[13];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
@@ -136,7 +133,7 @@ struct prodigy_float32_2 {
         const F scalar_0(known.scalars[7]);
         const F beta3(known.scalars[8]);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -152,9 +149,9 @@ struct prodigy_float32_2 {
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_add_kept[TILE / BLOCK];
+        alignas(64) int32_t d_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float d_over_d0_times_rate_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -242,7 +239,7 @@ struct prodigy_float32_2 {
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq);
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
                 const F s = fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
@@ -294,19 +291,19 @@ struct prodigy_float32_2 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_times_d_sub = 1601175552 - exp_avg_sq_base;
+            const I d_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
             const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F d_over_d0_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_times_d_add_kept + b, d_times_d_add);
+            store(d_add_kept + b, d_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_times_d_sub_kept + b, d_times_d_sub);
+            store(d_sub_kept + b, d_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(d_over_d0_times_rate_mul_kept + b, d_over_d0_times_rate_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -323,9 +320,9 @@ struct prodigy_float32_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_times_d_add(d_times_d_add_kept[b]);
+            const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_times_d_sub(d_times_d_sub_kept[b]);
+            const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -335,8 +332,8 @@ struct prodigy_float32_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_times_d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -354,10 +351,10 @@ struct prodigy_float32_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {21, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
-        {22, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
-        {20, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
+        {20, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
+        {21, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {19, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -390,9 +387,9 @@ struct prodigy_float32_4 {
         {9, -1, 4, WHOLE, true, true, NONE, 0},  // d
         {10, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {11, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {23, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {22, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {21, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {22, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
+        {21, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
+        {20, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -452,7 +449,7 @@ struct prodigy_float32_5 {
         {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {14, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {23, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
+        {22, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -526,26 +523,24 @@ struct prodigy_float32_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -556,7 +551,6 @@ struct prodigy_float32_small_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -579,9 +573,9 @@ struct prodigy_float32_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -622,10 +616,10 @@ struct prodigy_float32_small_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {18, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
-        {19, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
-        {17, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
+        {17, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
+        {18, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {16, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -655,23 +649,25 @@ struct prodigy_float32_small_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {20, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {19, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {18, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {19, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {20, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {18, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[6]);
         const F d0(known.scalars[2]);
@@ -697,9 +693,9 @@ struct prodigy_float32_small_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -717,10 +713,10 @@ struct prodigy_float32_small_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
+        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -731,12 +727,12 @@ struct prodigy_float32_small_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
+        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
-        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[9]);
         const F beta2(known.scalars[10]);
@@ -744,7 +740,7 @@ struct prodigy_float32_small_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -757,13 +753,38 @@ struct prodigy_float32_small_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
+        }
+    }
+};
+
+// model: values of the model
+template <class Grad>
+struct prodigy_float32_small_6 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = WHOLE;
+    static constexpr bool MATRICES = false, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // d
+        {19, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict d_at = (float *)at[0];                // float32 [model]  written
+        const float *__restrict d_2_at = (const float *)at[1];  // float32 [model]  read
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F d_2 = load(d_2_at + i);
+            store(d_at + i, d_2);
         }
     }
 };
@@ -777,26 +798,24 @@ struct prodigy_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {13, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {14, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {15, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {16, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {17, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {18, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {19, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {13, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {14, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {15, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {16, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {17, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {18, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -807,7 +826,6 @@ struct prodigy_bfloat16_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -832,9 +850,9 @@ struct prodigy_bfloat16_2 {
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
-        {20, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {21, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
+        {19, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
+        {20, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -962,10 +980,10 @@ struct prodigy_bfloat16_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {22, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
-        {23, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
-        {21, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
-        {20, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
+        {21, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
+        {22, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {20, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
+        {19, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -995,23 +1013,25 @@ struct prodigy_bfloat16_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {11, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {12, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {24, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {23, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {22, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {23, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {24, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {22, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {21, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[6]);
         const F d0(known.scalars[2]);
@@ -1037,9 +1057,9 @@ struct prodigy_bfloat16_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -1060,10 +1080,10 @@ struct prodigy_bfloat16_5 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {17, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
-        {16, -1, 4, WHOLE, true, false, NONE, 8},  // rate
-        {14, -1, 4, WHOLE, true, false, NONE, 9},  // one_minus_beta1_times_d
-        {13, -1, 4, WHOLE, true, false, NONE, 10},  // d_times_d
+        {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
+        {16, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
+        {15, -1, 4, WHOLE, true, false, NONE, 9},  // rate
+        {13, -1, 4, WHOLE, true, false, NONE, 10},  // one_minus_beta1_times_d
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
@@ -1083,12 +1103,12 @@ struct prodigy_bfloat16_5 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
+        const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
-        const float *__restrict rate_at = (const float *)at[8];            // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
+        const float *__restrict rate_at = (const float *)at[9];            // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[9];
-        const float *__restrict d_times_d_at = (const float *)at[10];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[10];
         const float *__restrict d_2_times_eps_at = (const float *)at[11];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
@@ -1098,7 +1118,7 @@ struct prodigy_bfloat16_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -1107,14 +1127,14 @@ struct prodigy_bfloat16_5 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float d_times_d_sqrt_kept[TILE];
+        alignas(64) float d_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_add_kept[TILE / BLOCK];
+        alignas(64) int32_t d_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -1191,12 +1211,12 @@ struct prodigy_bfloat16_5 {
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F d_times_d_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
+                const F d_sqrt = sqrt(exp_avg_sq_2);
                 // 42  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
                 // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_times_d_sqrt + d_2_times_eps), p_2);
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_sqrt + d_2_times_eps), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -1205,13 +1225,13 @@ struct prodigy_bfloat16_5 {
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(d_times_d_sqrt);
+                const I exp_avg_sq_pattern = bits(d_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(d_times_d_sqrt_kept + i, d_times_d_sqrt);
+                store(d_sqrt_kept + i, d_sqrt);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1226,7 +1246,7 @@ struct prodigy_bfloat16_5 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F d_times_d_sqrt = load(d_times_d_sqrt_kept + b);
+            const F d_sqrt = load(d_sqrt_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -1239,15 +1259,15 @@ struct prodigy_bfloat16_5 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_times_d_sub = 1601175552 - exp_avg_sq_base;
+            const I d_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_times_d_add_kept + b, d_times_d_add);
+            store(d_add_kept + b, d_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_times_d_sub_kept + b, d_times_d_sub);
+            store(d_sub_kept + b, d_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -1261,20 +1281,45 @@ struct prodigy_bfloat16_5 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_times_d_add(d_times_d_add_kept[b]);
+            const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_times_d_sub(d_times_d_sub_kept[b]);
+            const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F d_times_d_sqrt = load(d_times_d_sqrt_kept + i);
+                const F d_sqrt = load(d_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(d_times_d_sqrt) - exp_avg_sq_base, d_times_d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(d_sqrt) - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
+        }
+    }
+};
+
+// model: values of the model
+template <class Grad>
+struct prodigy_bfloat16_6 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = WHOLE;
+    static constexpr bool MATRICES = false, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {10, -1, 4, WHOLE, false, true, NONE, 0},  // d
+        {23, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict d_at = (float *)at[0];                // float32 [model]  written
+        const float *__restrict d_2_at = (const float *)at[1];  // float32 [model]  read
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F d_2 = load(d_2_at + i);
+            store(d_at + i, d_2);
         }
     }
 };
@@ -1288,26 +1333,24 @@ struct prodigy_bfloat16_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {12, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {13, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {14, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {16, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {11, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {12, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {13, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {14, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {15, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -1318,7 +1361,6 @@ struct prodigy_bfloat16_small_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -1342,9 +1384,9 @@ struct prodigy_bfloat16_small_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
         {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {17, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1389,10 +1431,10 @@ struct prodigy_bfloat16_small_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {19, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
-        {20, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
-        {18, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
+        {18, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_d_numerator
+        {19, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_d_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1422,23 +1464,25 @@ struct prodigy_bfloat16_small_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {8, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {9, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {21, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {20, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {19, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {20, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {21, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {19, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {18, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[6]);
         const F d0(known.scalars[2]);
@@ -1464,9 +1508,9 @@ struct prodigy_bfloat16_small_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -1485,10 +1529,10 @@ struct prodigy_bfloat16_small_5 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {14, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {11, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // d_times_d
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // d
+        {13, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 7},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_beta1_times_d
         {21, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
     };
 
@@ -1500,12 +1544,12 @@ struct prodigy_bfloat16_small_5 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
+        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_times_d_at = (const float *)at[8];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[8];
         const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
@@ -1515,7 +1559,7 @@ struct prodigy_bfloat16_small_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -1548,7 +1592,7 @@ struct prodigy_bfloat16_small_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
             // 42  p = policies.decoupled(p, rate, weight_decay)
             const F p_2 = p * one_minus_rate_times_weight_decay;
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -1561,6 +1605,31 @@ struct prodigy_bfloat16_small_5 {
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
+        }
+    }
+};
+
+// model: values of the model
+template <class Grad>
+struct prodigy_bfloat16_small_6 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = WHOLE;
+    static constexpr bool MATRICES = false, INDEXED = false;
+    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
+    static constexpr Place PLACES[] = {
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // d
+        {20, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
+    };
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict d_at = (float *)at[0];                // float32 [model]  written
+        const float *__restrict d_2_at = (const float *)at[1];  // float32 [model]  read
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F d_2 = load(d_2_at + i);
+            store(d_at + i, d_2);
         }
     }
 };
@@ -1579,9 +1648,9 @@ struct prodigy_float16_2 {
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
-        {20, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {21, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
+        {19, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
+        {20, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1724,10 +1793,10 @@ struct prodigy_float16_5 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {17, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
-        {16, -1, 4, WHOLE, true, false, NONE, 8},  // rate
-        {14, -1, 4, WHOLE, true, false, NONE, 9},  // one_minus_beta1_times_d
-        {13, -1, 4, WHOLE, true, false, NONE, 10},  // d_times_d
+        {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
+        {16, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
+        {15, -1, 4, WHOLE, true, false, NONE, 9},  // rate
+        {13, -1, 4, WHOLE, true, false, NONE, 10},  // one_minus_beta1_times_d
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
@@ -1747,12 +1816,12 @@ struct prodigy_float16_5 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
+        const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
-        const float *__restrict rate_at = (const float *)at[8];            // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
+        const float *__restrict rate_at = (const float *)at[9];            // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[9];
-        const float *__restrict d_times_d_at = (const float *)at[10];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[10];
         const float *__restrict d_2_times_eps_at = (const float *)at[11];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
@@ -1762,7 +1831,7 @@ struct prodigy_float16_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -1771,14 +1840,14 @@ struct prodigy_float16_5 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float d_times_d_sqrt_kept[TILE];
+        alignas(64) float d_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_add_kept[TILE / BLOCK];
+        alignas(64) int32_t d_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -1863,11 +1932,11 @@ struct prodigy_float16_5 {
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F d_times_d_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
+                const F d_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = p * one_minus_rate_times_weight_decay;       // 42  p = policies.decoupled(p, rate, weight_decay)
                 // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_times_d_sqrt + d_2_times_eps), p_2);
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_sqrt + d_2_times_eps), p_2);
                 const I rate_bitcast = bits(p_3);
                 const I p_sign = rate_bitcast >> 16 & 32768;
                 const I p_magnitude = rate_bitcast & 2147483647;
@@ -1888,13 +1957,13 @@ struct prodigy_float16_5 {
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(d_times_d_sqrt);
+                const I exp_avg_sq_pattern = bits(d_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(d_times_d_sqrt_kept + i, d_times_d_sqrt);
+                store(d_sqrt_kept + i, d_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
             }
@@ -1909,7 +1978,7 @@ struct prodigy_float16_5 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F d_times_d_sqrt = load(d_times_d_sqrt_kept + b);
+            const F d_sqrt = load(d_sqrt_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -1922,15 +1991,15 @@ struct prodigy_float16_5 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_times_d_sub = 1601175552 - exp_avg_sq_base;
+            const I d_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_times_d_add_kept + b, d_times_d_add);
+            store(d_add_kept + b, d_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_times_d_sub_kept + b, d_times_d_sub);
+            store(d_sub_kept + b, d_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -1944,17 +2013,17 @@ struct prodigy_float16_5 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_times_d_add(d_times_d_add_kept[b]);
+            const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_times_d_sub(d_times_d_sub_kept[b]);
+            const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F d_times_d_sqrt = load(d_times_d_sqrt_kept + i);
+                const F d_sqrt = load(d_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(d_times_d_sqrt) - exp_avg_sq_base, d_times_d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(d_sqrt) - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -1975,9 +2044,9 @@ struct prodigy_float16_small_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
         {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {17, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2035,10 +2104,10 @@ struct prodigy_float16_small_5 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {14, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {11, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // d_times_d
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // d
+        {13, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 7},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_beta1_times_d
         {21, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
     };
 
@@ -2050,12 +2119,12 @@ struct prodigy_float16_small_5 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
+        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_times_d_at = (const float *)at[8];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[8];
         const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
@@ -2065,7 +2134,7 @@ struct prodigy_float16_small_5 {
         const F scalar_0(known.scalars[11]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -2106,7 +2175,7 @@ struct prodigy_float16_small_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -2146,10 +2215,9 @@ struct prodigy_float32_safeguard_warmup_1 {
         {12, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_lr
         {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_times_d
-        {16, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_beta1_times_d
-        {17, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {18, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {15, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {17, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2159,10 +2227,9 @@ struct prodigy_float32_safeguard_warmup_1 {
         float *__restrict rate_at = (float *)at[2];                     // float32 [model]  written
         // float32 [model]  written
         float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_times_d_at = (float *)at[4];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[5];  // float32 [model]  written
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[4];  // float32 [model]  written
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -2176,7 +2243,6 @@ struct prodigy_float32_safeguard_warmup_1 {
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_over_d0_at + i, d_div);
             store(d_over_d0_times_d_at + i, d_div * d);
@@ -2201,11 +2267,11 @@ struct prodigy_float32_safeguard_warmup_2 {
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
-        {19, 24, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_d_denom
-        {20, 25, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_numerator
-        {18, -1, 4, WHOLE, true, false, NONE, 11},  // d_over_d0_times_d
-        {16, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_beta1_times_d
-        {15, -1, 4, WHOLE, true, false, NONE, 13},  // d_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
+        {18, 23, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
+        {19, 24, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_d_numerator
+        {17, -1, 4, WHOLE, true, false, NONE, 12},  // d_over_d0_times_d
+        {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2226,12 +2292,12 @@ struct prodigy_float32_safeguard_warmup_2 {
         uint8_t *__restrict s_at = (uint8_t *)at[6];                           // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                     // int16 [blocks of 64]  read and written
         float *__restrict p0_at = (float *)at[8];                              // float32 [n]  read and written
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[9];          // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_d_numerator_at = (float *)at[10];     // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_d_at = (const float *)at[11];  // float32 [model]  read
+        const float *__restrict d_at = (const float *)at[9];                   // float32 [model]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];         // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_d_numerator_at = (float *)at[11];     // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_d_at = (const float *)at[12];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[12];
-        const float *__restrict d_times_d_at = (const float *)at[13];          // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[13];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
@@ -2240,7 +2306,7 @@ struct prodigy_float32_safeguard_warmup_2 {
         const F scalar_0(known.scalars[7]);
         const F beta3(known.scalars[8]);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_over_d0_times_d = F(*d_over_d0_times_d_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -2256,9 +2322,9 @@ struct prodigy_float32_safeguard_warmup_2 {
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_add_kept[TILE / BLOCK];
+        alignas(64) int32_t d_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float d_over_d0_times_d_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -2346,7 +2412,7 @@ struct prodigy_float32_safeguard_warmup_2 {
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq);
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
                 const F s = fma(grad_scale * d_over_d0_times_d, g, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
@@ -2398,19 +2464,19 @@ struct prodigy_float32_safeguard_warmup_2 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_times_d_sub = 1601175552 - exp_avg_sq_base;
+            const I d_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
             const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F d_over_d0_times_d_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_times_d_add_kept + b, d_times_d_add);
+            store(d_add_kept + b, d_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_times_d_sub_kept + b, d_times_d_sub);
+            store(d_sub_kept + b, d_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(d_over_d0_times_d_mul_kept + b, d_over_d0_times_d_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -2427,9 +2493,9 @@ struct prodigy_float32_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_times_d_add(d_times_d_add_kept[b]);
+            const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_times_d_sub(d_times_d_sub_kept[b]);
+            const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2439,8 +2505,8 @@ struct prodigy_float32_safeguard_warmup_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_times_d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -2459,26 +2525,24 @@ struct prodigy_float32_safeguard_warmup_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -2489,7 +2553,6 @@ struct prodigy_float32_safeguard_warmup_small_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -2512,9 +2575,9 @@ struct prodigy_float32_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2556,26 +2619,24 @@ struct prodigy_bfloat16_safeguard_warmup_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {13, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {14, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {15, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {16, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {17, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {18, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {19, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {14, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {15, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {16, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {17, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {18, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -2586,7 +2647,6 @@ struct prodigy_bfloat16_safeguard_warmup_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -2611,9 +2671,9 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
-        {20, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {21, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
+        {19, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
+        {20, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2742,26 +2802,24 @@ struct prodigy_bfloat16_safeguard_warmup_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {12, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {13, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {14, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {16, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {11, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {12, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {13, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {14, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {15, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -2772,7 +2830,6 @@ struct prodigy_bfloat16_safeguard_warmup_small_1 {
             const F d = load(d_at + i);
             const F rate = d * lr;  // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, rate);
             store(rate_at + i, rate);
@@ -2796,9 +2853,9 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
         {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {17, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2849,9 +2906,9 @@ struct prodigy_float16_safeguard_warmup_2 {
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
-        {20, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {21, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
+        {19, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
+        {20, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2992,9 +3049,9 @@ struct prodigy_float16_safeguard_warmup_small_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
         {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {17, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -3051,10 +3108,9 @@ struct prodigy_float32_use_bias_correction_1 {
         {12, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_lr
         {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_times_d
-        {16, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_beta1_times_d
-        {17, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {18, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {15, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {17, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -3064,10 +3120,9 @@ struct prodigy_float32_use_bias_correction_1 {
         float *__restrict rate_at = (float *)at[2];                     // float32 [model]  written
         // float32 [model]  written
         float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_times_d_at = (float *)at[4];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[5];  // float32 [model]  written
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[4];  // float32 [model]  written
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -3084,7 +3139,6 @@ struct prodigy_float32_use_bias_correction_1 {
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_over_d0_at + i, d_div);
             store(d_over_d0_times_rate_at + i, d_div * rate);
@@ -3109,11 +3163,11 @@ struct prodigy_float32_use_bias_correction_2 {
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
-        {19, 24, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_d_denom
-        {20, 25, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_numerator
-        {18, -1, 4, WHOLE, true, false, NONE, 11},  // d_over_d0_times_rate
-        {16, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_beta1_times_d
-        {15, -1, 4, WHOLE, true, false, NONE, 13},  // d_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
+        {18, 23, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
+        {19, 24, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_d_numerator
+        {17, -1, 4, WHOLE, true, false, NONE, 12},  // d_over_d0_times_rate
+        {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -3134,13 +3188,13 @@ struct prodigy_float32_use_bias_correction_2 {
         uint8_t *__restrict s_at = (uint8_t *)at[6];                        // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                  // int16 [blocks of 64]  read and written
         float *__restrict p0_at = (float *)at[8];                           // float32 [n]  read and written
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_d_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
+        const float *__restrict d_at = (const float *)at[9];                // float32 [model]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];      // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_d_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[11];
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[12];
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[12];
-        const float *__restrict d_times_d_at = (const float *)at[13];       // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[13];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[5]);
@@ -3149,7 +3203,7 @@ struct prodigy_float32_use_bias_correction_2 {
         const F scalar_0_2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -3165,9 +3219,9 @@ struct prodigy_float32_use_bias_correction_2 {
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_add_kept[TILE / BLOCK];
+        alignas(64) int32_t d_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float d_over_d0_times_rate_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -3255,7 +3309,7 @@ struct prodigy_float32_use_bias_correction_2 {
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq);
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
                 const F s = fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
@@ -3307,19 +3361,19 @@ struct prodigy_float32_use_bias_correction_2 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_times_d_sub = 1601175552 - exp_avg_sq_base;
+            const I d_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
             const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F d_over_d0_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_times_d_add_kept + b, d_times_d_add);
+            store(d_add_kept + b, d_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_times_d_sub_kept + b, d_times_d_sub);
+            store(d_sub_kept + b, d_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(d_over_d0_times_rate_mul_kept + b, d_over_d0_times_rate_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -3336,9 +3390,9 @@ struct prodigy_float32_use_bias_correction_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_times_d_add(d_times_d_add_kept[b]);
+            const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_times_d_sub(d_times_d_sub_kept[b]);
+            const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -3348,8 +3402,8 @@ struct prodigy_float32_use_bias_correction_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_times_d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -3370,9 +3424,9 @@ struct prodigy_float32_use_bias_correction_4 {
         {9, -1, 4, WHOLE, true, true, NONE, 0},  // d
         {10, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {11, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {23, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {22, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {21, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {22, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
+        {21, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
+        {20, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -3427,26 +3481,24 @@ struct prodigy_float32_use_bias_correction_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -3460,7 +3512,6 @@ struct prodigy_float32_use_bias_correction_small_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -3483,9 +3534,9 @@ struct prodigy_float32_use_bias_correction_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -3526,23 +3577,25 @@ struct prodigy_float32_use_bias_correction_small_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {20, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {19, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {18, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {19, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {20, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {18, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[7]);
         const F d0(known.scalars[2]);
@@ -3569,9 +3622,9 @@ struct prodigy_float32_use_bias_correction_small_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -3589,10 +3642,10 @@ struct prodigy_float32_use_bias_correction_small_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {13, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_beta1_times_d
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // d_times_d
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
+        {12, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
+        {11, -1, 4, WHOLE, true, false, NONE, 6},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
         {20, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
     };
 
@@ -3603,12 +3656,12 @@ struct prodigy_float32_use_bias_correction_small_5 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
-        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
+        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[6];
-        const float *__restrict d_times_d_at = (const float *)at[7];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
         const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
         const F beta1(known.scalars[10]);
         const F beta2(known.scalars[11]);
@@ -3616,7 +3669,7 @@ struct prodigy_float32_use_bias_correction_small_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
 
@@ -3629,7 +3682,7 @@ struct prodigy_float32_use_bias_correction_small_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -3649,26 +3702,24 @@ struct prodigy_bfloat16_use_bias_correction_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {13, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {14, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {15, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {16, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {17, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {18, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {19, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {13, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {14, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {15, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {16, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {17, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {18, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -3682,7 +3733,6 @@ struct prodigy_bfloat16_use_bias_correction_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -3707,9 +3757,9 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
-        {20, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {21, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
+        {19, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
+        {20, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -3837,23 +3887,25 @@ struct prodigy_bfloat16_use_bias_correction_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {11, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {12, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {24, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {23, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {22, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {23, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {24, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {22, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {21, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[7]);
         const F d0(known.scalars[2]);
@@ -3880,9 +3932,9 @@ struct prodigy_bfloat16_use_bias_correction_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -3903,10 +3955,10 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {17, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
-        {16, -1, 4, WHOLE, true, false, NONE, 8},  // rate
-        {14, -1, 4, WHOLE, true, false, NONE, 9},  // one_minus_beta1_times_d
-        {13, -1, 4, WHOLE, true, false, NONE, 10},  // d_times_d
+        {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
+        {16, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
+        {15, -1, 4, WHOLE, true, false, NONE, 9},  // rate
+        {13, -1, 4, WHOLE, true, false, NONE, 10},  // one_minus_beta1_times_d
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
@@ -3926,12 +3978,12 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
+        const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
-        const float *__restrict rate_at = (const float *)at[8];            // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
+        const float *__restrict rate_at = (const float *)at[9];            // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[9];
-        const float *__restrict d_times_d_at = (const float *)at[10];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[10];
         const float *__restrict d_2_times_eps_at = (const float *)at[11];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
@@ -3941,7 +3993,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -3950,14 +4002,14 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float d_times_d_sqrt_kept[TILE];
+        alignas(64) float d_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_add_kept[TILE / BLOCK];
+        alignas(64) int32_t d_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -4034,12 +4086,12 @@ struct prodigy_bfloat16_use_bias_correction_5 {
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F d_times_d_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
+                const F d_sqrt = sqrt(exp_avg_sq_2);
                 // 42  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
                 // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_times_d_sqrt + d_2_times_eps), p_2);
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_sqrt + d_2_times_eps), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -4048,13 +4100,13 @@ struct prodigy_bfloat16_use_bias_correction_5 {
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(d_times_d_sqrt);
+                const I exp_avg_sq_pattern = bits(d_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(d_times_d_sqrt_kept + i, d_times_d_sqrt);
+                store(d_sqrt_kept + i, d_sqrt);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -4069,7 +4121,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F d_times_d_sqrt = load(d_times_d_sqrt_kept + b);
+            const F d_sqrt = load(d_sqrt_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -4082,15 +4134,15 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_times_d_sub = 1601175552 - exp_avg_sq_base;
+            const I d_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_times_d_add_kept + b, d_times_d_add);
+            store(d_add_kept + b, d_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_times_d_sub_kept + b, d_times_d_sub);
+            store(d_sub_kept + b, d_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -4104,17 +4156,17 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_times_d_add(d_times_d_add_kept[b]);
+            const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_times_d_sub(d_times_d_sub_kept[b]);
+            const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F d_times_d_sqrt = load(d_times_d_sqrt_kept + i);
+                const F d_sqrt = load(d_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(d_times_d_sqrt) - exp_avg_sq_base, d_times_d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(d_sqrt) - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -4131,26 +4183,24 @@ struct prodigy_bfloat16_use_bias_correction_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {12, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {13, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {14, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {16, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_rate
+        {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {11, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {12, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {13, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {14, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {15, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[7];     // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_rate_at = (float *)at[6];     // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -4164,7 +4214,6 @@ struct prodigy_bfloat16_use_bias_correction_small_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -4188,9 +4237,9 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
         {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {17, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -4235,23 +4284,25 @@ struct prodigy_bfloat16_use_bias_correction_small_4 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, true, true, NONE, 0},  // d
+        {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {8, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {9, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {21, -1, 4, WHOLE, false, true, NONE, 3},  // d_2_times_eps
-        {20, -1, 4, WHOLE, true, false, NONE, 4},  // d_denom
-        {19, -1, 4, WHOLE, true, false, NONE, 5},  // model_sum_for_d_numerator
+        {20, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
+        {21, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
+        {19, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {18, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_d_numerator
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                    // float32 [model]  read and written
+        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
         float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
         float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_times_eps_at = (float *)at[3];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[4];  // float32 [model]  read
+        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
+        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
+        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[5];
+        const float *__restrict model_sum_for_d_numerator_at = (const float *)at[6];
         const F lr(known.scalars[0]);
         const F eps(known.scalars[7]);
         const F d0(known.scalars[2]);
@@ -4278,9 +4329,9 @@ struct prodigy_bfloat16_use_bias_correction_small_4 {
             // 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
             const F raised = where(d == d0, max(d, d_hat), d);
             const F d_2 = min(d_max_2, raised * growth_rate);                     // 41  d = minimum(d_max, raised * growth_rate)
-            store(d_at + i, d_2);
             store(d_max_at + i, d_max_2);
             store(d_numerator_at + i, d_numerator_2);
+            store(d_2_at + i, d_2);
             store(d_2_times_eps_at + i, d_2 * eps);
         }
     }
@@ -4299,10 +4350,10 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {14, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {11, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // d_times_d
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // d
+        {13, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 7},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_beta1_times_d
         {21, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
     };
 
@@ -4314,12 +4365,12 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
+        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_times_d_at = (const float *)at[8];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[8];
         const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
@@ -4329,7 +4380,7 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -4362,7 +4413,7 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
             // 42  p = policies.decoupled(p, rate, weight_decay)
             const F p_2 = p * one_minus_rate_times_weight_decay;
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -4393,9 +4444,9 @@ struct prodigy_float16_use_bias_correction_2 {
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
-        {20, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {21, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
+        {19, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
+        {20, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -4538,10 +4589,10 @@ struct prodigy_float16_use_bias_correction_5 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {17, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
-        {16, -1, 4, WHOLE, true, false, NONE, 8},  // rate
-        {14, -1, 4, WHOLE, true, false, NONE, 9},  // one_minus_beta1_times_d
-        {13, -1, 4, WHOLE, true, false, NONE, 10},  // d_times_d
+        {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
+        {16, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
+        {15, -1, 4, WHOLE, true, false, NONE, 9},  // rate
+        {13, -1, 4, WHOLE, true, false, NONE, 10},  // one_minus_beta1_times_d
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
@@ -4561,12 +4612,12 @@ struct prodigy_float16_use_bias_correction_5 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
+        const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
-        const float *__restrict rate_at = (const float *)at[8];            // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
+        const float *__restrict rate_at = (const float *)at[9];            // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[9];
-        const float *__restrict d_times_d_at = (const float *)at[10];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[10];
         const float *__restrict d_2_times_eps_at = (const float *)at[11];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
@@ -4576,7 +4627,7 @@ struct prodigy_float16_use_bias_correction_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -4585,14 +4636,14 @@ struct prodigy_float16_use_bias_correction_5 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float d_times_d_sqrt_kept[TILE];
+        alignas(64) float d_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_add_kept[TILE / BLOCK];
+        alignas(64) int32_t d_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -4677,11 +4728,11 @@ struct prodigy_float16_use_bias_correction_5 {
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F d_times_d_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
+                const F d_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = p * one_minus_rate_times_weight_decay;       // 42  p = policies.decoupled(p, rate, weight_decay)
                 // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_times_d_sqrt + d_2_times_eps), p_2);
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_sqrt + d_2_times_eps), p_2);
                 const I rate_bitcast = bits(p_3);
                 const I p_sign = rate_bitcast >> 16 & 32768;
                 const I p_magnitude = rate_bitcast & 2147483647;
@@ -4702,13 +4753,13 @@ struct prodigy_float16_use_bias_correction_5 {
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(d_times_d_sqrt);
+                const I exp_avg_sq_pattern = bits(d_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(d_times_d_sqrt_kept + i, d_times_d_sqrt);
+                store(d_sqrt_kept + i, d_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
             }
@@ -4723,7 +4774,7 @@ struct prodigy_float16_use_bias_correction_5 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F d_times_d_sqrt = load(d_times_d_sqrt_kept + b);
+            const F d_sqrt = load(d_sqrt_kept + b);
             const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
             const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
@@ -4736,15 +4787,15 @@ struct prodigy_float16_use_bias_correction_5 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_times_d_sub = 1601175552 - exp_avg_sq_base;
+            const I d_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_times_d_add_kept + b, d_times_d_add);
+            store(d_add_kept + b, d_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_times_d_sub_kept + b, d_times_d_sub);
+            store(d_sub_kept + b, d_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -4758,17 +4809,17 @@ struct prodigy_float16_use_bias_correction_5 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_times_d_add(d_times_d_add_kept[b]);
+            const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_times_d_sub(d_times_d_sub_kept[b]);
+            const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F d_times_d_sqrt = load(d_times_d_sqrt_kept + i);
+                const F d_sqrt = load(d_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(d_times_d_sqrt) - exp_avg_sq_base, d_times_d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(d_sqrt) - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -4789,9 +4840,9 @@ struct prodigy_float16_use_bias_correction_small_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
         {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {17, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -4849,10 +4900,10 @@ struct prodigy_float16_use_bias_correction_small_5 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {14, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {11, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // d_times_d
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // d
+        {13, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
+        {12, -1, 4, WHOLE, true, false, NONE, 7},  // rate
+        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_beta1_times_d
         {21, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
     };
 
@@ -4864,12 +4915,12 @@ struct prodigy_float16_use_bias_correction_small_5 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];                    // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
+        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_times_d_at = (const float *)at[8];      // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[8];
         const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
@@ -4879,7 +4930,7 @@ struct prodigy_float16_use_bias_correction_small_5 {
         const F scalar_0_2(known.scalars[12]);
         const F rate = F(*rate_at);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         alignas(64) int32_t word_kept[TILE / 8];
@@ -4920,7 +4971,7 @@ struct prodigy_float16_use_bias_correction_small_5 {
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
@@ -4960,10 +5011,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
         {12, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_lr
         {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_times_d
-        {16, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_beta1_times_d
-        {17, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {18, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {15, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {17, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -4973,10 +5023,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
         float *__restrict rate_at = (float *)at[2];                     // float32 [model]  written
         // float32 [model]  written
         float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_times_d_at = (float *)at[4];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[5];  // float32 [model]  written
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[4];  // float32 [model]  written
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -4993,7 +5042,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
             store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_over_d0_at + i, d_div);
             store(d_over_d0_times_d_at + i, d_div * d);
@@ -5018,11 +5066,11 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
-        {19, 24, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_d_denom
-        {20, 25, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_numerator
-        {18, -1, 4, WHOLE, true, false, NONE, 11},  // d_over_d0_times_d
-        {16, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_beta1_times_d
-        {15, -1, 4, WHOLE, true, false, NONE, 13},  // d_times_d
+        {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
+        {18, 23, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
+        {19, 24, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_d_numerator
+        {17, -1, 4, WHOLE, true, false, NONE, 12},  // d_over_d0_times_d
+        {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -5043,12 +5091,12 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         uint8_t *__restrict s_at = (uint8_t *)at[6];                           // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                     // int16 [blocks of 64]  read and written
         float *__restrict p0_at = (float *)at[8];                              // float32 [n]  read and written
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[9];          // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_d_numerator_at = (float *)at[10];     // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_d_at = (const float *)at[11];  // float32 [model]  read
+        const float *__restrict d_at = (const float *)at[9];                   // float32 [model]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];         // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_d_numerator_at = (float *)at[11];     // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_d_at = (const float *)at[12];  // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[12];
-        const float *__restrict d_times_d_at = (const float *)at[13];          // float32 [model]  read
+        const float *__restrict one_minus_beta1_times_d_at = (const float *)at[13];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[5]);
@@ -5057,7 +5105,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         const F scalar_0_2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta1_times_d = F(*one_minus_beta1_times_d_at);
-        const F d_times_d = F(*d_times_d_at);
+        const F d = F(*d_at);
         const F d_over_d0_times_d = F(*d_over_d0_times_d_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -5073,9 +5121,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_add_kept[TILE / BLOCK];
+        alignas(64) int32_t d_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_times_d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float d_over_d0_times_d_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
@@ -5163,7 +5211,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq);
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
                 const F s = fma(grad_scale * d_over_d0_times_d, g, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
@@ -5215,19 +5263,19 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_times_d_sub = 1601175552 - exp_avg_sq_base;
+            const I d_sub = 1601175552 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
+            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
             const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
             const I s_up = max(I(75497472), s_top) + 32767;
             const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
             const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
             const F d_over_d0_times_d_mul = as_float(s_divisor) * 0.003937007859349251f;
             store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_times_d_add_kept + b, d_times_d_add);
+            store(d_add_kept + b, d_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_times_d_sub_kept + b, d_times_d_sub);
+            store(d_sub_kept + b, d_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(d_over_d0_times_d_mul_kept + b, d_over_d0_times_d_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
@@ -5244,9 +5292,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_times_d_add(d_times_d_add_kept[b]);
+            const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_times_d_sub(d_times_d_sub_kept[b]);
+            const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -5256,8 +5304,8 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_times_d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
@@ -5276,26 +5324,24 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {15, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {11, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {14, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -5309,7 +5355,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -5332,9 +5377,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
-        {16, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_numerator
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -5376,26 +5421,24 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {13, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {14, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {15, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {16, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {17, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {18, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {19, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {14, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {15, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {16, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {17, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {18, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -5409,7 +5452,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -5434,9 +5476,9 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
-        {20, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {21, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
+        {19, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
+        {20, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -5565,26 +5607,24 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // d_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_beta1_times_d
-        {12, -1, 4, WHOLE, false, true, NONE, 3},  // d_times_lr
-        {13, -1, 4, WHOLE, false, true, NONE, 4},  // rate
-        {14, -1, 4, WHOLE, false, true, NONE, 5},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0
-        {16, -1, 4, WHOLE, false, true, NONE, 7},  // d_over_d0_times_d
+        {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_beta1_times_d
+        {11, -1, 4, WHOLE, false, true, NONE, 2},  // d_times_lr
+        {12, -1, 4, WHOLE, false, true, NONE, 3},  // rate
+        {13, -1, 4, WHOLE, false, true, NONE, 4},  // one_minus_rate_times_weight_decay
+        {14, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0
+        {15, -1, 4, WHOLE, false, true, NONE, 6},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];            // float32 [model]  read
-        float *__restrict d_times_d_at = (float *)at[1];                // float32 [model]  written
-        float *__restrict one_minus_beta1_times_d_at = (float *)at[2];  // float32 [model]  written
-        float *__restrict d_times_lr_at = (float *)at[3];               // float32 [model]  written
-        float *__restrict rate_at = (float *)at[4];                     // float32 [model]  written
+        float *__restrict one_minus_beta1_times_d_at = (float *)at[1];  // float32 [model]  written
+        float *__restrict d_times_lr_at = (float *)at[2];               // float32 [model]  written
+        float *__restrict rate_at = (float *)at[3];                     // float32 [model]  written
         // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[5];
-        float *__restrict d_over_d0_at = (float *)at[6];                // float32 [model]  written
-        float *__restrict d_over_d0_times_d_at = (float *)at[7];        // float32 [model]  written
+        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[4];
+        float *__restrict d_over_d0_at = (float *)at[5];                // float32 [model]  written
+        float *__restrict d_over_d0_times_d_at = (float *)at[6];        // float32 [model]  written
         const F lr(known.scalars[0]);
         const F weight_decay(known.scalars[1]);
         const F d0(known.scalars[2]);
@@ -5598,7 +5638,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d_mul * scalar_0;
             const F d_div = d / d0;
-            store(d_times_d_at + i, d * d);
             store(one_minus_beta1_times_d_at + i, one_minus_beta1 * d);
             store(d_times_lr_at + i, d_mul);
             store(rate_at + i, rate);
@@ -5622,9 +5661,9 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
         {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {17, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -5675,9 +5714,9 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
-        {20, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {21, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
+        {19, 25, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
+        {20, 26, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_d_numerator
+        {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -5818,9 +5857,9 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
         {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
-        {17, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d
+        {16, 22, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
+        {17, 23, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_numerator
+        {15, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -5886,7 +5925,6 @@ struct prodigy_float32 {
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
@@ -5922,7 +5960,6 @@ struct prodigy_float32_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -5933,6 +5970,7 @@ struct prodigy_float32_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -5943,6 +5981,7 @@ struct prodigy_float32_small {
         stage<prodigy_float32_small_3<Grad>>(),
         stage<prodigy_float32_small_4<Grad>>(),
         stage<prodigy_float32_small_5<Grad>>(),
+        stage<prodigy_float32_small_6<Grad>>(),
     };
 };
 
@@ -5965,7 +6004,6 @@ struct prodigy_bfloat16 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -5976,6 +6014,7 @@ struct prodigy_bfloat16 {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -5986,6 +6025,7 @@ struct prodigy_bfloat16 {
         stage<prodigy_bfloat16_3<Grad>>(),
         stage<prodigy_bfloat16_4<Grad>>(),
         stage<prodigy_bfloat16_5<Grad>>(),
+        stage<prodigy_bfloat16_6<Grad>>(),
     };
 };
 
@@ -6005,7 +6045,6 @@ struct prodigy_bfloat16_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6016,6 +6055,7 @@ struct prodigy_bfloat16_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6026,6 +6066,7 @@ struct prodigy_bfloat16_small {
         stage<prodigy_bfloat16_small_3<Grad>>(),
         stage<prodigy_bfloat16_small_4<Grad>>(),
         stage<prodigy_bfloat16_small_5<Grad>>(),
+        stage<prodigy_bfloat16_small_6<Grad>>(),
     };
 };
 
@@ -6048,7 +6089,6 @@ struct prodigy_float16 {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6059,6 +6099,7 @@ struct prodigy_float16 {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6069,6 +6110,7 @@ struct prodigy_float16 {
         stage<prodigy_bfloat16_3<Grad>>(),
         stage<prodigy_bfloat16_4<Grad>>(),
         stage<prodigy_float16_5<Grad>>(),
+        stage<prodigy_bfloat16_6<Grad>>(),
     };
 };
 
@@ -6088,7 +6130,6 @@ struct prodigy_float16_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6099,6 +6140,7 @@ struct prodigy_float16_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6109,6 +6151,7 @@ struct prodigy_float16_small {
         stage<prodigy_bfloat16_small_3<Grad>>(),
         stage<prodigy_bfloat16_small_4<Grad>>(),
         stage<prodigy_float16_small_5<Grad>>(),
+        stage<prodigy_bfloat16_small_6<Grad>>(),
     };
 };
 
@@ -6133,7 +6176,6 @@ struct prodigy_float32_safeguard_warmup {
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d
@@ -6169,7 +6211,6 @@ struct prodigy_float32_safeguard_warmup_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6180,6 +6221,7 @@ struct prodigy_float32_safeguard_warmup_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6190,6 +6232,7 @@ struct prodigy_float32_safeguard_warmup_small {
         stage<prodigy_float32_small_3<Grad>>(),
         stage<prodigy_float32_small_4<Grad>>(),
         stage<prodigy_float32_small_5<Grad>>(),
+        stage<prodigy_float32_small_6<Grad>>(),
     };
 };
 
@@ -6212,7 +6255,6 @@ struct prodigy_bfloat16_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6223,6 +6265,7 @@ struct prodigy_bfloat16_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6233,6 +6276,7 @@ struct prodigy_bfloat16_safeguard_warmup {
         stage<prodigy_bfloat16_3<Grad>>(),
         stage<prodigy_bfloat16_4<Grad>>(),
         stage<prodigy_bfloat16_5<Grad>>(),
+        stage<prodigy_bfloat16_6<Grad>>(),
     };
 };
 
@@ -6252,7 +6296,6 @@ struct prodigy_bfloat16_safeguard_warmup_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6263,6 +6306,7 @@ struct prodigy_bfloat16_safeguard_warmup_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6273,6 +6317,7 @@ struct prodigy_bfloat16_safeguard_warmup_small {
         stage<prodigy_bfloat16_small_3<Grad>>(),
         stage<prodigy_bfloat16_small_4<Grad>>(),
         stage<prodigy_bfloat16_small_5<Grad>>(),
+        stage<prodigy_bfloat16_small_6<Grad>>(),
     };
 };
 
@@ -6295,7 +6340,6 @@ struct prodigy_float16_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6306,6 +6350,7 @@ struct prodigy_float16_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6316,6 +6361,7 @@ struct prodigy_float16_safeguard_warmup {
         stage<prodigy_bfloat16_3<Grad>>(),
         stage<prodigy_bfloat16_4<Grad>>(),
         stage<prodigy_float16_5<Grad>>(),
+        stage<prodigy_bfloat16_6<Grad>>(),
     };
 };
 
@@ -6335,7 +6381,6 @@ struct prodigy_float16_safeguard_warmup_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6346,6 +6391,7 @@ struct prodigy_float16_safeguard_warmup_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6356,6 +6402,7 @@ struct prodigy_float16_safeguard_warmup_small {
         stage<prodigy_bfloat16_small_3<Grad>>(),
         stage<prodigy_bfloat16_small_4<Grad>>(),
         stage<prodigy_float16_small_5<Grad>>(),
+        stage<prodigy_bfloat16_small_6<Grad>>(),
     };
 };
 
@@ -6380,7 +6427,6 @@ struct prodigy_float32_use_bias_correction {
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
@@ -6416,7 +6462,6 @@ struct prodigy_float32_use_bias_correction_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6427,6 +6472,7 @@ struct prodigy_float32_use_bias_correction_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6437,6 +6483,7 @@ struct prodigy_float32_use_bias_correction_small {
         stage<prodigy_float32_small_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_small_4<Grad>>(),
         stage<prodigy_float32_use_bias_correction_small_5<Grad>>(),
+        stage<prodigy_float32_small_6<Grad>>(),
     };
 };
 
@@ -6459,7 +6506,6 @@ struct prodigy_bfloat16_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6470,6 +6516,7 @@ struct prodigy_bfloat16_use_bias_correction {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6480,6 +6527,7 @@ struct prodigy_bfloat16_use_bias_correction {
         stage<prodigy_bfloat16_3<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_4<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_5<Grad>>(),
+        stage<prodigy_bfloat16_6<Grad>>(),
     };
 };
 
@@ -6499,7 +6547,6 @@ struct prodigy_bfloat16_use_bias_correction_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6510,6 +6557,7 @@ struct prodigy_bfloat16_use_bias_correction_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6520,6 +6568,7 @@ struct prodigy_bfloat16_use_bias_correction_small {
         stage<prodigy_bfloat16_small_3<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_small_4<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_small_5<Grad>>(),
+        stage<prodigy_bfloat16_small_6<Grad>>(),
     };
 };
 
@@ -6542,7 +6591,6 @@ struct prodigy_float16_use_bias_correction {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6553,6 +6601,7 @@ struct prodigy_float16_use_bias_correction {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6563,6 +6612,7 @@ struct prodigy_float16_use_bias_correction {
         stage<prodigy_bfloat16_3<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_4<Grad>>(),
         stage<prodigy_float16_use_bias_correction_5<Grad>>(),
+        stage<prodigy_bfloat16_6<Grad>>(),
     };
 };
 
@@ -6582,7 +6632,6 @@ struct prodigy_float16_use_bias_correction_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6593,6 +6642,7 @@ struct prodigy_float16_use_bias_correction_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6603,6 +6653,7 @@ struct prodigy_float16_use_bias_correction_small {
         stage<prodigy_bfloat16_small_3<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_small_4<Grad>>(),
         stage<prodigy_float16_use_bias_correction_small_5<Grad>>(),
+        stage<prodigy_bfloat16_small_6<Grad>>(),
     };
 };
 
@@ -6627,7 +6678,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d
@@ -6663,7 +6713,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6674,6 +6723,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6684,6 +6734,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small {
         stage<prodigy_float32_small_3<Grad>>(),
         stage<prodigy_float32_use_bias_correction_small_4<Grad>>(),
         stage<prodigy_float32_use_bias_correction_small_5<Grad>>(),
+        stage<prodigy_float32_small_6<Grad>>(),
     };
 };
 
@@ -6706,7 +6757,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6717,6 +6767,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6727,6 +6778,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         stage<prodigy_bfloat16_3<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_4<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_5<Grad>>(),
+        stage<prodigy_bfloat16_6<Grad>>(),
     };
 };
 
@@ -6746,7 +6798,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6757,6 +6808,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6767,6 +6819,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small {
         stage<prodigy_bfloat16_small_3<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_small_4<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_small_5<Grad>>(),
+        stage<prodigy_bfloat16_small_6<Grad>>(),
     };
 };
 
@@ -6789,7 +6842,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6800,6 +6852,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6810,6 +6863,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         stage<prodigy_bfloat16_3<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_4<Grad>>(),
         stage<prodigy_float16_use_bias_correction_5<Grad>>(),
+        stage<prodigy_bfloat16_6<Grad>>(),
     };
 };
 
@@ -6829,7 +6883,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // d_times_d
         {4, WHOLE},  // one_minus_beta1_times_d
         {4, WHOLE},  // d_times_lr
         {4, WHOLE},  // rate
@@ -6840,6 +6893,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small {
         {4, WHOLE},  // tensor_sum_for_d_numerator
         {4, WHOLE},  // model_sum_for_d_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_numerator
@@ -6850,6 +6904,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small {
         stage<prodigy_bfloat16_small_3<Grad>>(),
         stage<prodigy_bfloat16_use_bias_correction_small_4<Grad>>(),
         stage<prodigy_float16_use_bias_correction_small_5<Grad>>(),
+        stage<prodigy_bfloat16_small_6<Grad>>(),
     };
 };
 

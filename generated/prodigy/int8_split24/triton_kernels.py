@@ -23,7 +23,7 @@
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
 #   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -34,9 +34,8 @@ from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, blo
 
 @triton.jit
 def prodigy_float32_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-    one_minus_beta1,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
@@ -45,7 +44,6 @@ def prodigy_float32_1_values(
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_rate_ptr, d_div * rate)
@@ -53,15 +51,14 @@ def prodigy_float32_1_values(
 
 @triton.jit
 def prodigy_float32_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr,
-    weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-        one_minus_beta1,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
     )
 
 
@@ -72,31 +69,30 @@ def prodigy_float32_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_times_lr_ptr = pointer(row + 12, tl.float32, False)
     rate_ptr = pointer(row + 13, tl.float32, False)
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    d_times_d_ptr = pointer(row + 15, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
+    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, False)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr,
-        weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+        one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_2_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, MASKED: tl.constexpr,
+    p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -109,7 +105,7 @@ def prodigy_float32_2_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -136,7 +132,7 @@ def prodigy_float32_2_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
     s = tl.fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
@@ -170,12 +166,12 @@ def prodigy_float32_2_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_times_d_sub = 1601175552 - exp_avg_sq_base
+    d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -206,7 +202,7 @@ def prodigy_float32_2(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -217,16 +213,16 @@ def prodigy_float32_2(
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_d_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
+    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
+    tensor_sum_for_d_denom_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_for_d_numerator_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 28)
+    columns = tl.load(row + 29)
+    stream_key = tl.load(row + 30).to(tl.int32)
+    pace = (tl.load(row + 33) + 63) // 64 * 64
+    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
     d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
@@ -251,8 +247,8 @@ def prodigy_float32_2(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
+                number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -280,8 +276,8 @@ def prodigy_float32_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
+                    d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
@@ -293,8 +289,8 @@ def prodigy_float32_2(
             d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
@@ -308,8 +304,8 @@ def prodigy_float32_2(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block,
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
@@ -345,15 +341,15 @@ def prodigy_float32_3_round(
 def prodigy_float32_3(table, work, LANES: tl.constexpr):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
-    d_denom_ptr = pointer(row + 22, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 19, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
+    model_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
+    d_denom_ptr = pointer(row + 21, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 19, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 18, tl.float32, False)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_3_round(
         model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
         first, end, rows, columns, LANES,
@@ -407,17 +403,17 @@ def prodigy_float32_4(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_max_ptr = pointer(row + 10, tl.float32, False)
     d_numerator_ptr = pointer(row + 11, tl.float32, False)
-    d_2_times_eps_ptr = pointer(row + 23, tl.float32, False)
-    d_denom_ptr = pointer(row + 22, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
+    d_2_times_eps_ptr = pointer(row + 22, tl.float32, False)
+    d_denom_ptr = pointer(row + 21, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
         end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
@@ -469,7 +465,7 @@ def prodigy_float32_5(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
@@ -478,9 +474,9 @@ def prodigy_float32_5(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
     rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 23, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
+    d_2_times_eps_ptr = pointer(row + 22, tl.float32, ALIGNED)        # float32 [1]  read
+    numel = tl.load(row + 28)
+    columns = tl.load(row + 29)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
@@ -544,15 +540,13 @@ def prodigy_float32_5(
 
 @triton.jit
 def prodigy_float32_small_1_values(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-    one_minus_beta1,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
@@ -563,15 +557,14 @@ def prodigy_float32_small_1_values(
 
 @triton.jit
 def prodigy_float32_small_1_round(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-    columns, lr, weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_small_1_values(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-        one_minus_beta1,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
     )
 
 
@@ -586,19 +579,18 @@ def prodigy_float32_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_d_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
+    rate_ptr = pointer(row + 11, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-        columns, lr, weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -637,7 +629,7 @@ def prodigy_float32_small_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -691,15 +683,56 @@ def prodigy_float32_small_3(table, work, LANES: tl.constexpr):
     row = table + 35 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 16, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    d_denom_ptr = pointer(row + 18, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 16, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_3_round(
         model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
         first, end, rows, columns, LANES,
+    )
+
+
+@triton.jit
+def prodigy_float32_small_4_values(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, beta3,
+):
+    """Values of the model."""
+    d_max = tl.load(d_max_ptr)
+    d_denom = tl.load(d_denom_ptr)
+    d = tl.load(d_ptr)
+    model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
+    d_numerator = tl.load(d_numerator_ptr)
+    rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
+    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
+    d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
+    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
+    d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(d_max_ptr, d_max)
+    tl.store(d_numerator_ptr, d_numerator)
+    tl.store(d_2_ptr, d)
+    tl.store(d_2_times_eps_ptr, d * eps)
+
+
+@triton.jit
+def prodigy_float32_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, beta3,
     )
 
 
@@ -716,22 +749,23 @@ def prodigy_float32_small_4(
     d_ptr = pointer(row + 6, tl.float32, False)
     d_max_ptr = pointer(row + 7, tl.float32, False)
     d_numerator_ptr = pointer(row + 8, tl.float32, False)
+    d_2_ptr = pointer(row + 19, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 18, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+    prodigy_float32_small_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_small_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
-    scalar_0, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -739,7 +773,7 @@ def prodigy_float32_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p = get(p_ptr, at, live, MASKED)
@@ -748,7 +782,7 @@ def prodigy_float32_small_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq)
     # 42  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -773,10 +807,10 @@ def prodigy_float32_small_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -793,27 +827,53 @@ def prodigy_float32_small_5(
         for odd in tl.static_range(2):
             prodigy_float32_small_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
-                scalar_0, False,
+                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float32_small_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+            beta1, beta2, grad_scale, scalar_0, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float32_small_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                live, beta1, beta2, grad_scale, scalar_0, True,
             )
+
+
+@triton.jit
+def prodigy_float32_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
+    d_2 = tl.load(d_2_ptr)
+    tl.store(d_ptr, d_2)
+
+
+@triton.jit
+def prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float32_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
+def prodigy_float32_small_6(table, work, LANES: tl.constexpr):
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 35 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    d_ptr = pointer(row + 6, tl.float32, False)
+    d_2_ptr = pointer(row + 19, tl.float32, False)
+    rows = tl.load(row + 24)
+    columns = tl.load(row + 25)
+    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -827,19 +887,18 @@ def prodigy_bfloat16_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_d_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 15, tl.float32, False)
-    rate_ptr = pointer(row + 16, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 18, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 19, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 14, tl.float32, False)
+    rate_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-        columns, lr, weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -908,7 +967,7 @@ def prodigy_bfloat16_2(
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
     stream_key = tl.load(row + 32).to(tl.int32)
@@ -1001,10 +1060,10 @@ def prodigy_bfloat16_3(table, work, LANES: tl.constexpr):
     row = table + 39 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, False)
-    d_denom_ptr = pointer(row + 23, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
+    d_denom_ptr = pointer(row + 22, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 19, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_3_round(
@@ -1026,23 +1085,24 @@ def prodigy_bfloat16_4(
     d_ptr = pointer(row + 10, tl.float32, False)
     d_max_ptr = pointer(row + 11, tl.float32, False)
     d_numerator_ptr = pointer(row + 12, tl.float32, False)
+    d_2_ptr = pointer(row + 23, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, False)
-    d_denom_ptr = pointer(row + 23, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, False)
+    d_denom_ptr = pointer(row + 22, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
-    prodigy_float32_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+    prodigy_float32_small_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_bfloat16_5_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-    d_2_times_eps_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0, step_key,
-    stream_key, MASKED: tl.constexpr,
+    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
+    at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1056,7 +1116,7 @@ def prodigy_bfloat16_5_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1080,11 +1140,12 @@ def prodigy_bfloat16_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
-    d_times_d_sqrt = tl.sqrt(exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
+    exp_avg_sq = tl.fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
+    d_sqrt = tl.sqrt(exp_avg_sq)
+    # 42  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_times_d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
     word_mul = (word_xor ^ 1013904242) * 2146121005
@@ -1116,7 +1177,7 @@ def prodigy_bfloat16_5_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = d_times_d_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -1125,12 +1186,12 @@ def prodigy_bfloat16_5_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_times_d_sub = 1601175552 - exp_avg_sq_base
+    d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1153,10 +1214,10 @@ def prodigy_bfloat16_5(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 16, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [1]  read
+    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 15, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
@@ -1183,9 +1244,8 @@ def prodigy_bfloat16_5(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_bfloat16_5_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0, step_key,
-                stream_key, True,
+                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
+                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1208,20 +1268,20 @@ def prodigy_bfloat16_5(
                 prodigy_bfloat16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_bfloat16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                grad_scale, scalar_0, step_key, stream_key, False,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1231,11 +1291,25 @@ def prodigy_bfloat16_5(
                 prodigy_bfloat16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
-                    stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+                    True,
                 )
+
+
+@triton.jit
+def prodigy_bfloat16_6(table, work, LANES: tl.constexpr):
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 39 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    d_ptr = pointer(row + 10, tl.float32, False)
+    d_2_ptr = pointer(row + 23, tl.float32, False)
+    rows = tl.load(row + 28)
+    columns = tl.load(row + 29)
+    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -1249,19 +1323,18 @@ def prodigy_bfloat16_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 7, tl.float32, False)
-    d_times_d_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 12, tl.float32, False)
-    rate_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 15, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-        columns, lr, weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -1306,7 +1379,7 @@ def prodigy_bfloat16_small_2(
     p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1362,10 +1435,10 @@ def prodigy_bfloat16_small_3(table, work, LANES: tl.constexpr):
     row = table + 36 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_d_numerator_ptr = pointer(row + 19, tl.float32, False)
-    d_denom_ptr = pointer(row + 20, tl.float32, False)
-    tensor_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
-    tensor_sum_for_d_denom_ptr = pointer(row + 17, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    tensor_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
+    tensor_sum_for_d_denom_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_3_round(
@@ -1387,22 +1460,23 @@ def prodigy_bfloat16_small_4(
     d_ptr = pointer(row + 7, tl.float32, False)
     d_max_ptr = pointer(row + 8, tl.float32, False)
     d_numerator_ptr = pointer(row + 9, tl.float32, False)
+    d_2_ptr = pointer(row + 20, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, False)
-    d_denom_ptr = pointer(row + 20, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 19, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
-    prodigy_float32_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+    prodigy_float32_small_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_bfloat16_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2,
-    grad_scale, scalar_0, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
+    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2, grad_scale,
+    scalar_0, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1410,7 +1484,7 @@ def prodigy_bfloat16_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1423,7 +1497,7 @@ def prodigy_bfloat16_small_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -1459,10 +1533,10 @@ def prodigy_bfloat16_small_5(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
+    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 27)
     stream_key = tl.load(row + 29).to(tl.int32)
@@ -1479,9 +1553,9 @@ def prodigy_bfloat16_small_5(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             prodigy_bfloat16_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1,
-                beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1, beta2, grad_scale,
+                scalar_0, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -1499,30 +1573,44 @@ def prodigy_bfloat16_small_5(
             for odd in tl.static_range(2):
                 prodigy_bfloat16_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    grad_scale, scalar_0, step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_bfloat16_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 prodigy_bfloat16_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    scalar_0, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
+                    stream_key, True,
                 )
+
+
+@triton.jit
+def prodigy_bfloat16_small_6(table, work, LANES: tl.constexpr):
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
+    item = work + 3 * tl.program_id(0)
+    row = table + 36 * tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64)
+    end = tl.load(item + 2).to(tl.int64)
+    d_ptr = pointer(row + 7, tl.float32, False)
+    d_2_ptr = pointer(row + 20, tl.float32, False)
+    rows = tl.load(row + 25)
+    columns = tl.load(row + 26)
+    prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -1597,7 +1685,7 @@ def prodigy_float16_2(
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
     stream_key = tl.load(row + 32).to(tl.int32)
@@ -1686,9 +1774,9 @@ def prodigy_float16_2(
 @triton.jit
 def prodigy_float16_5_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-    d_2_times_eps_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0, step_key,
-    stream_key, MASKED: tl.constexpr,
+    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
+    at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1702,7 +1790,7 @@ def prodigy_float16_5_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -1733,11 +1821,12 @@ def prodigy_float16_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
-    d_times_d_sqrt = tl.sqrt(exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
+    exp_avg_sq = tl.fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
+    d_sqrt = tl.sqrt(exp_avg_sq)
+    # 42  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_times_d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
     # -- encode and store
     rate_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = rate_bitcast >> 16 & 32768
@@ -1780,7 +1869,7 @@ def prodigy_float16_5_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = d_times_d_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -1789,12 +1878,12 @@ def prodigy_float16_5_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_times_d_sub = 1601175552 - exp_avg_sq_base
+    d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1817,10 +1906,10 @@ def prodigy_float16_5(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 16, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [1]  read
+    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 15, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
@@ -1847,9 +1936,8 @@ def prodigy_float16_5(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_float16_5_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0, step_key,
-                stream_key, True,
+                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
+                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1872,20 +1960,20 @@ def prodigy_float16_5(
                 prodigy_float16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_float16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                grad_scale, scalar_0, step_key, stream_key, False,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1895,10 +1983,10 @@ def prodigy_float16_5(
                 prodigy_float16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
-                    stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1950,7 +2038,7 @@ def prodigy_float16_small_2(
     p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -2001,9 +2089,9 @@ def prodigy_float16_small_2(
 
 @triton.jit
 def prodigy_float16_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2,
-    grad_scale, scalar_0, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
+    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2, grad_scale,
+    scalar_0, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2011,7 +2099,7 @@ def prodigy_float16_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -2031,7 +2119,7 @@ def prodigy_float16_small_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -2078,10 +2166,10 @@ def prodigy_float16_small_5(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
+    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 27)
     stream_key = tl.load(row + 29).to(tl.int32)
@@ -2098,9 +2186,9 @@ def prodigy_float16_small_5(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             prodigy_float16_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1,
-                beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1, beta2, grad_scale,
+                scalar_0, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -2118,36 +2206,36 @@ def prodigy_float16_small_5(
             for odd in tl.static_range(2):
                 prodigy_float16_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    grad_scale, scalar_0, step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_float16_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 prodigy_float16_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    scalar_0, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
+                    stream_key, True,
                 )
 
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
@@ -2156,7 +2244,6 @@ def prodigy_float32_safeguard_warmup_1_values(
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_d_ptr, d_div * d)
@@ -2164,14 +2251,14 @@ def prodigy_float32_safeguard_warmup_1_values(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr,
-    weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_safeguard_warmup_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
     )
 
 
@@ -2182,31 +2269,30 @@ def prodigy_float32_safeguard_warmup_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_times_lr_ptr = pointer(row + 12, tl.float32, False)
     rate_ptr = pointer(row + 13, tl.float32, False)
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    d_times_d_ptr = pointer(row + 15, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
+    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 17, tl.float32, False)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_safeguard_warmup_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr,
-        weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+        LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_2_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, MASKED: tl.constexpr,
+    p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, live, live_block, index,
+    beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2219,7 +2305,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -2246,7 +2332,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0 * d_times_d * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
     s = tl.fma(grad_scale * d_over_d0_times_d, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
@@ -2280,12 +2366,12 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_times_d_sub = 1601175552 - exp_avg_sq_base
+    d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -2316,7 +2402,7 @@ def prodigy_float32_safeguard_warmup_2(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -2327,16 +2413,16 @@ def prodigy_float32_safeguard_warmup_2(
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_d_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
+    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
+    tensor_sum_for_d_denom_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_for_d_numerator_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    d_over_d0_times_d_ptr = pointer(row + 17, tl.float32, ALIGNED)    # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 28)
+    columns = tl.load(row + 29)
+    stream_key = tl.load(row + 30).to(tl.int32)
+    pace = (tl.load(row + 33) + 63) // 64 * 64
+    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
     d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
@@ -2361,8 +2447,8 @@ def prodigy_float32_safeguard_warmup_2(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
+                number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -2390,8 +2476,8 @@ def prodigy_float32_safeguard_warmup_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
+                    d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
@@ -2403,8 +2489,8 @@ def prodigy_float32_safeguard_warmup_2(
             d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
@@ -2418,8 +2504,8 @@ def prodigy_float32_safeguard_warmup_2(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_ptr,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block,
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
@@ -2431,15 +2517,13 @@ def prodigy_float32_safeguard_warmup_2(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_small_1_values(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
-    one_minus_beta1,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, rate)
     tl.store(rate_ptr, rate)
@@ -2450,15 +2534,14 @@ def prodigy_float32_safeguard_warmup_small_1_values(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_small_1_round(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-    lr, weight_decay, d0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_safeguard_warmup_small_1_values(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
-        one_minus_beta1,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
     )
 
 
@@ -2473,19 +2556,18 @@ def prodigy_float32_safeguard_warmup_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_d_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
+    rate_ptr = pointer(row + 11, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_safeguard_warmup_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-        lr, weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+        LANES,
     )
 
 
@@ -2524,7 +2606,7 @@ def prodigy_float32_safeguard_warmup_small_2(
     p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -2582,19 +2664,18 @@ def prodigy_bfloat16_safeguard_warmup_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_d_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 15, tl.float32, False)
-    rate_ptr = pointer(row + 16, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 18, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 19, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 14, tl.float32, False)
+    rate_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_safeguard_warmup_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-        lr, weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+        LANES,
     )
 
 
@@ -2663,7 +2744,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 19, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
     stream_key = tl.load(row + 32).to(tl.int32)
@@ -2760,19 +2841,18 @@ def prodigy_bfloat16_safeguard_warmup_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 7, tl.float32, False)
-    d_times_d_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 12, tl.float32, False)
-    rate_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 15, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 16, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_safeguard_warmup_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-        lr, weight_decay, d0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+        LANES,
     )
 
 
@@ -2817,7 +2897,7 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
     p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -2938,7 +3018,7 @@ def prodigy_float16_safeguard_warmup_2(
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 26, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 19, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
     stream_key = tl.load(row + 32).to(tl.int32)
@@ -3072,7 +3152,7 @@ def prodigy_float16_safeguard_warmup_small_2(
     p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_d_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [1]  read
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [1]  read
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -3123,9 +3203,8 @@ def prodigy_float16_safeguard_warmup_small_2(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
@@ -3135,7 +3214,6 @@ def prodigy_float32_use_bias_correction_1_values(
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_rate_ptr, d_div * rate)
@@ -3143,15 +3221,14 @@ def prodigy_float32_use_bias_correction_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr,
-    weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
     )
 
 
@@ -3162,32 +3239,30 @@ def prodigy_float32_use_bias_correction_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_times_lr_ptr = pointer(row + 12, tl.float32, False)
     rate_ptr = pointer(row + 13, tl.float32, False)
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    d_times_d_ptr = pointer(row + 15, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
+    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, False)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_use_bias_correction_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr,
-        weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_2_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3200,7 +3275,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -3227,7 +3302,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
     s = tl.fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
@@ -3261,12 +3336,12 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_times_d_sub = 1601175552 - exp_avg_sq_base
+    d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -3297,7 +3372,7 @@ def prodigy_float32_use_bias_correction_2(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -3308,16 +3383,16 @@ def prodigy_float32_use_bias_correction_2(
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_d_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
+    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
+    tensor_sum_for_d_denom_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_for_d_numerator_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 28)
+    columns = tl.load(row + 29)
+    stream_key = tl.load(row + 30).to(tl.int32)
+    pace = (tl.load(row + 33) + 63) // 64 * 64
+    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
     d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
@@ -3342,8 +3417,8 @@ def prodigy_float32_use_bias_correction_2(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
+                number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -3371,8 +3446,8 @@ def prodigy_float32_use_bias_correction_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
+                    d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
@@ -3384,9 +3459,9 @@ def prodigy_float32_use_bias_correction_2(
             d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
-                step_key, stream_key, False,
+                p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3399,8 +3474,8 @@ def prodigy_float32_use_bias_correction_2(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block,
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
@@ -3458,17 +3533,17 @@ def prodigy_float32_use_bias_correction_4(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_max_ptr = pointer(row + 10, tl.float32, False)
     d_numerator_ptr = pointer(row + 11, tl.float32, False)
-    d_2_times_eps_ptr = pointer(row + 23, tl.float32, False)
-    d_denom_ptr = pointer(row + 22, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
+    d_2_times_eps_ptr = pointer(row + 22, tl.float32, False)
+    d_denom_ptr = pointer(row + 21, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 20, tl.float32, False)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_use_bias_correction_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
         end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
@@ -3477,16 +3552,14 @@ def prodigy_float32_use_bias_correction_4(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_small_1_values(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-    scalar_0, one_minus_beta1,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
     rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -3497,15 +3570,14 @@ def prodigy_float32_use_bias_correction_small_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_small_1_round(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-    columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_small_1_values(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0,
-        scalar_0, one_minus_beta1,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
     )
 
 
@@ -3520,19 +3592,60 @@ def prodigy_float32_use_bias_correction_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_d_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
+    rate_ptr = pointer(row + 11, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-        columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
+    )
+
+
+@triton.jit
+def prodigy_float32_use_bias_correction_small_4_values(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3,
+):
+    """Values of the model."""
+    d_max = tl.load(d_max_ptr)
+    d_denom = tl.load(d_denom_ptr)
+    d = tl.load(d_ptr)
+    model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
+    d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr * scalar_0
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
+    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
+    d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
+    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
+    d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(d_max_ptr, d_max)
+    tl.store(d_numerator_ptr, d_numerator)
+    tl.store(d_2_ptr, d)
+    tl.store(d_2_times_eps_ptr, d * eps)
+
+
+@triton.jit
+def prodigy_float32_use_bias_correction_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3,
     )
 
 
@@ -3549,22 +3662,24 @@ def prodigy_float32_use_bias_correction_small_4(
     d_ptr = pointer(row + 6, tl.float32, False)
     d_max_ptr = pointer(row + 7, tl.float32, False)
     d_numerator_ptr = pointer(row + 8, tl.float32, False)
+    d_2_ptr = pointer(row + 19, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, False)
-    d_denom_ptr = pointer(row + 19, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
+    d_denom_ptr = pointer(row + 18, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 17, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
-    prodigy_float32_use_bias_correction_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
+    prodigy_float32_use_bias_correction_small_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
+        beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_small_5_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-    one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale,
-    scalar_0_2, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, beta1, beta2, grad_scale, scalar_0_2,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3572,7 +3687,7 @@ def prodigy_float32_use_bias_correction_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p = get(p_ptr, at, live, MASKED)
@@ -3581,7 +3696,7 @@ def prodigy_float32_use_bias_correction_small_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq)
     # 42  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
@@ -3606,10 +3721,10 @@ def prodigy_float32_use_bias_correction_small_5(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 26)
     LESS: tl.constexpr = TILE // 2
@@ -3626,26 +3741,25 @@ def prodigy_float32_use_bias_correction_small_5(
         for odd in tl.static_range(2):
             prodigy_float32_use_bias_correction_small_5_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale,
-                scalar_0_2, False,
+                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         prodigy_float32_use_bias_correction_small_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-            d_2_times_eps_ptr, at, at, beta1, beta2, grad_scale, scalar_0_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+            beta1, beta2, grad_scale, scalar_0_2, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             prodigy_float32_use_bias_correction_small_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, few, live, beta1, beta2, grad_scale, scalar_0_2, True,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                live, beta1, beta2, grad_scale, scalar_0_2, True,
             )
 
 
@@ -3660,19 +3774,18 @@ def prodigy_bfloat16_use_bias_correction_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_d_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 15, tl.float32, False)
-    rate_ptr = pointer(row + 16, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 18, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 19, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 14, tl.float32, False)
+    rate_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_use_bias_correction_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-        columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -3689,23 +3802,25 @@ def prodigy_bfloat16_use_bias_correction_4(
     d_ptr = pointer(row + 10, tl.float32, False)
     d_max_ptr = pointer(row + 11, tl.float32, False)
     d_numerator_ptr = pointer(row + 12, tl.float32, False)
+    d_2_ptr = pointer(row + 23, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, False)
-    d_denom_ptr = pointer(row + 23, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 22, tl.float32, False)
+    d_denom_ptr = pointer(row + 22, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 21, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
-    prodigy_float32_use_bias_correction_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
+    prodigy_float32_use_bias_correction_small_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
+        beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_bfloat16_use_bias_correction_5_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-    d_2_times_eps_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0_2, step_key,
-    stream_key, MASKED: tl.constexpr,
+    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
+    at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3719,7 +3834,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -3743,11 +3858,12 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
-    d_times_d_sqrt = tl.sqrt(exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
+    d_sqrt = tl.sqrt(exp_avg_sq)
+    # 42  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_times_d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
     # -- encode and store
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
     word_mul = (word_xor ^ 1013904242) * 2146121005
@@ -3779,7 +3895,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = d_times_d_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -3788,12 +3904,12 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_times_d_sub = 1601175552 - exp_avg_sq_base
+    d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -3816,10 +3932,10 @@ def prodigy_bfloat16_use_bias_correction_5(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 16, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [1]  read
+    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 15, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
@@ -3846,9 +3962,8 @@ def prodigy_bfloat16_use_bias_correction_5(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_bfloat16_use_bias_correction_5_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0_2,
-                step_key, stream_key, True,
+                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
+                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3871,20 +3986,20 @@ def prodigy_bfloat16_use_bias_correction_5(
                 prodigy_bfloat16_use_bias_correction_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_bfloat16_use_bias_correction_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                grad_scale, scalar_0_2, step_key, stream_key, False,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3894,10 +4009,10 @@ def prodigy_bfloat16_use_bias_correction_5(
                 prodigy_bfloat16_use_bias_correction_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
-                    stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+                    True,
                 )
 
 
@@ -3912,19 +4027,18 @@ def prodigy_bfloat16_use_bias_correction_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 7, tl.float32, False)
-    d_times_d_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 12, tl.float32, False)
-    rate_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 15, tl.float32, False)
-    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_rate_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_use_bias_correction_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows,
-        columns, lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -3941,22 +4055,24 @@ def prodigy_bfloat16_use_bias_correction_small_4(
     d_ptr = pointer(row + 7, tl.float32, False)
     d_max_ptr = pointer(row + 8, tl.float32, False)
     d_numerator_ptr = pointer(row + 9, tl.float32, False)
+    d_2_ptr = pointer(row + 20, tl.float32, False)
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, False)
-    d_denom_ptr = pointer(row + 20, tl.float32, False)
-    model_sum_for_d_numerator_ptr = pointer(row + 19, tl.float32, False)
+    d_denom_ptr = pointer(row + 19, tl.float32, False)
+    model_sum_for_d_numerator_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
-    prodigy_float32_use_bias_correction_4_round(
-        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
+    prodigy_float32_use_bias_correction_small_4_round(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
+        beta3, LANES,
     )
 
 
 @triton.jit
 def prodigy_bfloat16_use_bias_correction_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2,
-    grad_scale, scalar_0_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
+    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2, grad_scale,
+    scalar_0_2, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3964,7 +4080,7 @@ def prodigy_bfloat16_use_bias_correction_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -3977,7 +4093,7 @@ def prodigy_bfloat16_use_bias_correction_small_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -4013,10 +4129,10 @@ def prodigy_bfloat16_use_bias_correction_small_5(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
+    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 27)
     stream_key = tl.load(row + 29).to(tl.int32)
@@ -4033,9 +4149,9 @@ def prodigy_bfloat16_use_bias_correction_small_5(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             prodigy_bfloat16_use_bias_correction_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1,
-                beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1, beta2, grad_scale,
+                scalar_0_2, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -4053,38 +4169,38 @@ def prodigy_bfloat16_use_bias_correction_small_5(
             for odd in tl.static_range(2):
                 prodigy_bfloat16_use_bias_correction_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    grad_scale, scalar_0_2, step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_bfloat16_use_bias_correction_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                scalar_0_2, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 prodigy_bfloat16_use_bias_correction_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    scalar_0_2, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                    stream_key, True,
                 )
 
 
 @triton.jit
 def prodigy_float16_use_bias_correction_5_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-    d_2_times_eps_ptr, at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0_2, step_key,
-    stream_key, MASKED: tl.constexpr,
+    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
+    at, at_block, live, live_block, index, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4098,7 +4214,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -4129,11 +4245,12 @@ def prodigy_float16_use_bias_correction_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
-    d_times_d_sqrt = tl.sqrt(exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
+    d_sqrt = tl.sqrt(exp_avg_sq)
+    # 42  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_times_d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
     # -- encode and store
     rate_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = rate_bitcast >> 16 & 32768
@@ -4176,7 +4293,7 @@ def prodigy_float16_use_bias_correction_5_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = d_times_d_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
     exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
@@ -4185,12 +4302,12 @@ def prodigy_float16_use_bias_correction_5_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_times_d_sub = 1601175552 - exp_avg_sq_base
+    d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -4213,10 +4330,10 @@ def prodigy_float16_use_bias_correction_5(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 16, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)            # float32 [1]  read
+    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 15, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 24, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 30)
     columns = tl.load(row + 31)
@@ -4243,9 +4360,8 @@ def prodigy_float16_use_bias_correction_5(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_float16_use_bias_correction_5_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0_2,
-                step_key, stream_key, True,
+                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr,
+                where, block, live, live_block, number, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -4268,20 +4384,20 @@ def prodigy_float16_use_bias_correction_5(
                 prodigy_float16_use_bias_correction_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_float16_use_bias_correction_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                grad_scale, scalar_0_2, step_key, stream_key, False,
+                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4291,18 +4407,18 @@ def prodigy_float16_use_bias_correction_5(
                 prodigy_float16_use_bias_correction_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
-                    stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+                    True,
                 )
 
 
 @triton.jit
 def prodigy_float16_use_bias_correction_small_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-    rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2,
-    grad_scale, scalar_0_2, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
+    rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, live, index, beta1, beta2, grad_scale,
+    scalar_0_2, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4310,7 +4426,7 @@ def prodigy_float16_use_bias_correction_small_5_tile(
     one_minus_beta1_times_d = tl.load(one_minus_beta1_times_d_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -4330,7 +4446,7 @@ def prodigy_float16_use_bias_correction_small_5_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg)
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g_cast, g_cast, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
     p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
@@ -4377,10 +4493,10 @@ def prodigy_float16_use_bias_correction_small_5(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 13, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
+    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
+    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
     d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 27)
     stream_key = tl.load(row + 29).to(tl.int32)
@@ -4397,9 +4513,9 @@ def prodigy_float16_use_bias_correction_small_5(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             prodigy_float16_use_bias_correction_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1,
-                beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, beta1, beta2, grad_scale,
+                scalar_0_2, step_key, stream_key, True,
             )
     else:
         at = tl.arange(0, TILE)
@@ -4417,37 +4533,36 @@ def prodigy_float16_use_bias_correction_small_5(
             for odd in tl.static_range(2):
                 prodigy_float16_use_bias_correction_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    grad_scale, scalar_0_2, step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             prodigy_float16_use_bias_correction_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                scalar_0_2, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 prodigy_float16_use_bias_correction_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    scalar_0_2, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                    stream_key, True,
                 )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
@@ -4457,7 +4572,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_over_d0_ptr, d_div)
     tl.store(d_over_d0_times_d_ptr, d_div * d)
@@ -4465,15 +4579,14 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-    one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr,
-    weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0,
-        one_minus_beta1,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
     )
 
 
@@ -4484,32 +4597,30 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
 ):
     """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 9, tl.float32, False)
     d_times_lr_ptr = pointer(row + 12, tl.float32, False)
     rate_ptr = pointer(row + 13, tl.float32, False)
     one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    d_times_d_ptr = pointer(row + 15, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
+    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 17, tl.float32, False)
+    rows = tl.load(row + 26)
+    columns = tl.load(row + 27)
     prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, d_times_d_ptr,
-        one_minus_beta1_times_d_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr,
-        weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, live, live_block, index,
+    beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4522,7 +4633,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    d_times_d = tl.load(d_times_d_ptr)
+    d = tl.load(d_ptr)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
@@ -4549,7 +4660,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     # 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    exp_avg_sq = tl.fma(scalar_0_2 * d_times_d * g, g, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq)
     s_scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
     s = tl.fma(grad_scale * d_over_d0_times_d, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
@@ -4583,12 +4694,12 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_times_d_sub = 1601175552 - exp_avg_sq_base
+    d_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_times_d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_times_d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_times_d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -4619,7 +4730,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
+    row = table + 37 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
@@ -4630,16 +4741,16 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_d_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [1]  read
-    one_minus_beta1_times_d_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    d_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
+    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
+    tensor_sum_for_d_denom_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_for_d_numerator_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
+    d_over_d0_times_d_ptr = pointer(row + 17, tl.float32, ALIGNED)    # float32 [1]  read
+    one_minus_beta1_times_d_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
+    numel = tl.load(row + 28)
+    columns = tl.load(row + 29)
+    stream_key = tl.load(row + 30).to(tl.int32)
+    pace = (tl.load(row + 33) + 63) // 64 * 64
+    begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
     d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
@@ -4664,8 +4775,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
+                number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
             d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -4693,8 +4804,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
+                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
+                    d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
@@ -4706,9 +4817,9 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
-                step_key, stream_key, False,
+                p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -4721,8 +4832,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
+                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_ptr,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block,
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
@@ -4734,16 +4845,14 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
-    scalar_0, one_minus_beta1,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
     """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
     rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
-    tl.store(d_times_d_ptr, d * d)
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -4754,15 +4863,14 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-    d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-    one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-    lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES: tl.constexpr,
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
 ):
     """All values of the model."""
     prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0,
-        scalar_0, one_minus_beta1,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
     )
 
 
@@ -4777,19 +4885,18 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_d_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 10, tl.float32, False)
+    rate_ptr = pointer(row + 11, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 24)
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-        lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -4804,19 +4911,18 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 10, tl.float32, False)
-    d_times_d_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 15, tl.float32, False)
-    rate_ptr = pointer(row + 16, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 17, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 18, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 19, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 14, tl.float32, False)
+    rate_ptr = pointer(row + 15, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 16, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 17, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-        lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -4831,19 +4937,18 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1(
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     d_ptr = pointer(row + 7, tl.float32, False)
-    d_times_d_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_beta1_times_d_ptr = pointer(row + 11, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 12, tl.float32, False)
-    rate_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    d_over_d0_ptr = pointer(row + 15, tl.float32, False)
-    d_over_d0_times_d_ptr = pointer(row + 16, tl.float32, False)
+    one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, False)
+    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
+    rate_ptr = pointer(row + 12, tl.float32, False)
+    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, False)
+    d_over_d0_ptr = pointer(row + 14, tl.float32, False)
+    d_over_d0_times_d_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 25)
     columns = tl.load(row + 26)
     prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
-        d_ptr, d_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr,
-        one_minus_rate_times_weight_decay_ptr, d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns,
-        lr, weight_decay, d0, scalar_0, one_minus_beta1, LANES,
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+        one_minus_beta1, LANES,
     )
 
 
@@ -4880,23 +4985,13 @@ TILE = {
 OPTIONS = {
     "prodigy_float32_5": {"maxnreg": 64},
     "prodigy_float32_small_2": {"maxnreg": 96},
-    "prodigy_float32_small_5": {"maxnreg": 64},
     "prodigy_bfloat16_2": {"maxnreg": 96},
-    "prodigy_bfloat16_5": {"maxnreg": 64},
     "prodigy_bfloat16_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_small_5": {"maxnreg": 64},
     "prodigy_float16_2": {"maxnreg": 128},
-    "prodigy_float16_5": {"maxnreg": 96},
     "prodigy_float16_small_2": {"maxnreg": 96},
-    "prodigy_float16_small_5": {"maxnreg": 96},
     "prodigy_float32_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 96},
     "prodigy_bfloat16_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_float16_safeguard_warmup_2": {"maxnreg": 128},
     "prodigy_float16_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_float32_use_bias_correction_small_5": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_5": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_small_5": {"maxnreg": 64},
-    "prodigy_float16_use_bias_correction_5": {"maxnreg": 96},
-    "prodigy_float16_use_bias_correction_small_5": {"maxnreg": 96},
 }
