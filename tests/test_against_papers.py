@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -170,12 +171,12 @@ def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tupl
 
 
 def follows(make: Any, oracle: Any, shapes: tuple[tuple[int, ...], ...], lr: float, relative: float) -> None:
-    """Twenty steps of a torch optimizer beside an oracle."""
+    """Fifty steps of a torch optimizer beside an oracle."""
     for shape in shapes:
         draw = torch.Generator().manual_seed(1)
         theirs, exact = oracles.stepping(make), oracle()
         p = q = torch.randn(shape, generator=draw, dtype=torch.float64)
-        for t in range(1, 21):
+        for t in range(1, STEPS + 1):
             g = torch.randn(shape, generator=draw, dtype=torch.float64)
             p, q = theirs(p, g, t, lr), exact(q, g, t, lr)
         torch.testing.assert_close(p, q, rtol=relative, atol=relative)
@@ -185,15 +186,18 @@ def follows(make: Any, oracle: Any, shapes: tuple[tuple[int, ...], ...], lr: flo
 def test_transformers_adafactor_is_the_papers() -> None:
     from transformers import optimization as transformers  # loads much: not for every worker
 
-    base = {"eps": (1e-30, 1e-3), "clip_threshold": 0.8, "decay_rate": -0.8, "weight_decay": 0.01}
-    for scale, relative, beta1 in itertools.product((False, True), (False, True), (0.0, 0.9)):
+    draw = random.Random(1)
+    for scale, relative, momentum in itertools.product((False, True), (False, True), (False, True)):
+        base = {"eps": (1e-30, draw.uniform(1e-4, 1e-2)), "clip_threshold": draw.uniform(0.5, 1.5)}
+        base |= {"decay_rate": draw.uniform(-0.95, -0.6), "weight_decay": draw.uniform(0.0, 0.1)}
+        beta1 = draw.uniform(0.5, 0.95) if momentum else 0.0
         flags = {"scale_parameter": scale, "relative_step": relative}
 
-        def make(ps: Any, flags: Any = flags, beta1: float = beta1) -> torch.optim.Optimizer:
+        def make(ps: Any, flags: Any = flags, base: Any = base, beta1: float = beta1) -> torch.optim.Optimizer:
             lr = None if flags["relative_step"] else 1e-2
             return transformers.Adafactor(ps, lr=lr, beta1=beta1 or None, warmup_init=False, **base, **flags)
 
-        def exact(flags: Any = flags, beta1: float = beta1) -> oracles.Step:
+        def exact(flags: Any = flags, base: Any = base, beta1: float = beta1) -> oracles.Step:
             return oracles.adafactor_paper(flags, base | {"beta1": beta1})
 
         def kept(ps: Any, make: Any = make, flags: Any = flags) -> torch.optim.Optimizer:
@@ -218,10 +222,16 @@ def _without_lr(optimizer: Any) -> Any:
 
 @pytest.mark.usefixtures("double")
 def test_the_authors_came_is_the_papers() -> None:
-    options = {"eps": (1e-30, 1e-16), "clip_threshold": 0.8, "betas": (0.9, 0.99, 0.999), "weight_decay": 0.01}
-    follows(
-        lambda ps: came_pytorch.CAME(ps, lr=1e-2, **options), lambda: oracles.came({}, options), SHAPES[2:], 1e-2, 1e-10
-    )
+    draw = random.Random(1)
+    for _ in range(4):
+        options: dict[str, Any] = {"eps": (1e-30, 1e-16), "clip_threshold": draw.uniform(0.5, 1.5)}
+        options["betas"] = (draw.uniform(0.5, 0.95), draw.uniform(0.9, 0.999), draw.uniform(0.99, 0.9999))
+        options["weight_decay"] = draw.uniform(0.0, 0.1)
+
+        def make(ps: Any, options: Any = options) -> torch.optim.Optimizer:
+            return came_pytorch.CAME(ps, lr=1e-2, **options)
+
+        follows(make, lambda options=options: oracles.came({}, options), SHAPES[2:], 1e-2, 1e-10)
 
 
 @pytest.mark.usefixtures("double")
