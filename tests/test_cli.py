@@ -186,6 +186,8 @@ def test_version_and_help(run: Run) -> None:
         (["build", "--backend", "cuda"], "E411"),
         (["build"], "E414"),
         (["new", "1st"], "E409"),
+        (["new", "../mine"], "E409"),
+        (["new", "mine.py"], "E409"),
         (["new", "plans"], "E409"),
         (["fuzz", "sgd", "--case", "{"], "E411"),
         (["fuzz", "sgd", "--case", '{"shapes": [3]}'], "E411"),

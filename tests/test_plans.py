@@ -142,6 +142,9 @@ def test_but_replaces_parts_and_takes_the_new_name() -> None:
     assert set(twice.overrides) == {"a", "b"}
     assert Plan("Given a name.", name="given").name == "given"
     assert base.but(name="given").name == "given"
+    for name in ("__init__", "__pycache__", "lambda", "two words", "1st", "a.b"):
+        with pytest.raises(UserError, match="E309"):
+            base.but(name=name)
     assert wide.loc.file == __file__
 
 

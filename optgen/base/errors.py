@@ -102,6 +102,11 @@ TABLE: dict[str, Row] = {
         "its text goes into the generated class, where torch tensors are put in",
         "def averaged(p, z, *, betas): ... return p + (1 - 1 / betas[0]) * (z - p)",
     ),
+    "E128": Row(
+        "`{name}` became another expression when the rule was read a second time",
+        "a rule is read several times, once for each setting of its flags: it may depend on its arguments only",
+        "change no global or nonlocal name or list in it, and draw no random number; what steps keep is a state()",
+    ),
     "E131": Row("{kind}: {text}", "raised by Python while the spec was traced"),
     "E132": Row(
         "the source of `{name}` cannot be read",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from optgen.base.errors import UserError
@@ -38,8 +39,14 @@ def {name}(
 
 
 def new(name: str, project: Path | None = None) -> Path:
-    """Writes specs/<name>.py and returns its path; never over a file that is there."""
+    """Writes specs/<name>.py and returns its path; never over a file that is there.
+
+    `name` is in snake_case or CamelCase, with - for _ if wanted.  Raises E409 for a path and for what can be no name.
+    """
     spelled = snake(name)
+    if re.search(r"[^\w-]", name):
+        remedy = "give its name alone, such as my_rule: its file is specs/my_rule.py of the project in this folder"
+        raise UserError("E409", name=name, remedy=remedy)
     if not is_snake(spelled) or spelled in RESERVED or spelled == "plans":
         taken = spelled in RESERVED or spelled == "plans"
         remedy = (

@@ -108,8 +108,12 @@ def _check_overrides(overrides: object, loc: Loc) -> None:
 
 
 def _nameable(name: str) -> bool:
-    """Whether a folder and a Python module can have this name; "" is a plan's that has none."""
-    return not name or (name.isidentifier() and name.isascii() and not keyword.iskeyword(name))
+    """Whether a folder and a Python module can have this name; "" is a plan's that has none.
+
+    Not those that Python keeps for itself: a plan `__init__` or `__pycache__` would take the place of another file.
+    """
+    python = keyword.iskeyword(name) or name.startswith("__")
+    return not name or (name.isidentifier() and name.isascii() and not python)
 
 
 _PARTS = (
@@ -225,7 +229,7 @@ class Plan:
     def _check_words(self) -> None:
         for part, fits, want in (
             ("doc", isinstance(self.doc, str), "a text, the first argument"),
-            ("name", isinstance(self.name, str) and _nameable(self.name), "a Python name: it becomes a module"),
+            ("name", isinstance(self.name, str) and _nameable(self.name), "a Python name without __ in front: it becomes a module"),
             ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
             ("read_back", isinstance(self.read_back, bool), "True or False"),
             ("forced", isinstance(self.forced, str), "the reason, a text"),

@@ -22,6 +22,8 @@ def check_trace(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
 def check(spec: Spec) -> None:
     """Checks of a spec over all its flag settings; raises UserError for the first fault."""
     traces = [(setting, spec.trace(setting)) for setting in spec.settings()]
+    for setting, trace in traces:
+        _check_repeats(spec, setting, trace)
     read = set().union(*(_reads(trace) for _, trace in traces))
     for s in spec.kept:
         if s.name not in read:
@@ -36,6 +38,17 @@ def check(spec: Spec) -> None:
     for f in spec.flags:
         if f.name not in asked and not _switches(f.name, traces):
             raise UserError("E116", loc=f.loc, kind="flag", name=f.name, remedy="drop it, or branch on it with `if`")
+
+
+def _check_repeats(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
+    """Reads the spec once more: a rule that depends on what an earlier reading left behind is no function."""
+    from optgen.lang.tracing import run
+
+    first, second = _outputs(trace), _outputs(run(spec, flags))
+    for name, value in first.items():
+        if second[name] is not value:
+            places = [loc for _, parts in spec.source.returns for named, loc in parts if named == name]
+            raise UserError("E128", loc=places[0] if places else spec.loc, name=name)
 
 
 def _outputs(trace: Trace) -> dict[str, object]:

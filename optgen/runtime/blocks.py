@@ -28,6 +28,8 @@ QUERIES = frozenset({"q_proj", "q_lin", "wq", "to_q", "query", "q"})
 KEYS = frozenset({"k_proj", "k_lin", "wk", "to_k", "key", "k"})
 FUSED = frozenset({"qkv_proj", "in_proj_weight", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv"})
 """What models call the module (or weight) of queries, of keys, and of both with the values."""
+ADAPTERS = ("lora_", "hada_", "lokr_", "vera_", "oft_", "boft_", "ia3_")
+"""How adapters call their matrices, which stand below the module that they adapt: their rows are no heads."""
 
 
 def attention_heads(
@@ -37,13 +39,14 @@ def attention_heads(
 
     named_parameters  of the model
     heads, kv_heads   of queries, and of keys where these are fewer
-    Weights have shape (heads * size of a head, inputs), as those of torch.nn.Linear.  ValueError where no matrix is
+    Weights have shape (heads * size of a head, inputs), as those of torch.nn.Linear.  Matrices of adapters such as
+    q_proj.lora_A are left out: they have a block for each row.  ValueError where no matrix is
     called as those of queries or keys are, and where one makes queries, keys and values.
     """
     found: dict[str, int] = {}
     for name, p in named_parameters:
         parts = set(name.split("."))
-        if p.ndim < 2:
+        if p.ndim < 2 or any(part.startswith(ADAPTERS) for part in parts):
             continue
         if parts & FUSED:
             raise ValueError(
