@@ -402,7 +402,7 @@ struct adadelta_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
@@ -557,7 +557,7 @@ struct adadelta_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);

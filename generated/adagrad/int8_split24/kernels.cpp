@@ -280,7 +280,7 @@ struct adagrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 const I sum_pattern = bits(p_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
@@ -390,7 +390,7 @@ struct adagrad_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(sum_at + i, sum__2);

@@ -408,7 +408,7 @@ struct adamp_bfloat16_no_projected {
                 const F update = exp_avg / fma(g_sqrt, scalar_2, scalar_3);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -558,7 +558,7 @@ struct adamp_bfloat16_no_projected_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1311,7 +1311,7 @@ struct adamp_bfloat16_nesterov_no_projected {
                 const F update = fma(beta1, exp_avg, g_mul) / fma(g_sqrt, scalar_2, scalar_3);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1464,7 +1464,7 @@ struct adamp_bfloat16_nesterov_no_projected_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -3214,7 +3214,7 @@ struct adamp_bfloat16_7 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -3565,7 +3565,7 @@ struct adamp_bfloat16_small_7 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -5381,7 +5381,7 @@ struct adamp_bfloat16_nesterov_7 {
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -5793,7 +5793,7 @@ struct adamp_bfloat16_nesterov_small_7 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

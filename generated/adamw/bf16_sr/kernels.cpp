@@ -78,8 +78,8 @@ struct adamw_float32 {
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
         }
     }
 };
@@ -162,9 +162,9 @@ struct adamw_bfloat16 {
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_4 ^ rotl(word_3, word_add);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + lshr(noise_2, 16));
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + lshr(noise_2, 16));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
         }
     }
 };
@@ -257,8 +257,8 @@ struct adamw_float16 {
             const I noise = word_4 ^ rotl(word_3, word_add);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, where(p_3 == p_3, p_sign | where(g_bitcast_2 < 6.103515625e-05f, p_subnormal, p_normal), I(32256)));
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
         }
     }
 };
@@ -329,8 +329,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -421,9 +421,9 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + lshr(noise_2, 16));
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + lshr(noise_2, 16));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -524,8 +524,8 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, where(p_3 == p_3, p_sign | where(g_bitcast_2 < 6.103515625e-05f, p_subnormal, p_normal), I(32256)));
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }

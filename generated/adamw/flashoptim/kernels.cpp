@@ -242,7 +242,7 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept_ = min(I(2143289344), p_x_bits) + p_carry >> 16;
+                const I p_kept_ = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
                 const F p_weight_2 = widened(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
@@ -252,7 +252,7 @@ struct adamw_bfloat16 {
                 const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -725,7 +725,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept_ = min(I(2143289344), p_x_bits) + p_carry >> 16;
+                const I p_kept_ = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
                 const F p_weight_2 = widened(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
@@ -735,7 +735,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }

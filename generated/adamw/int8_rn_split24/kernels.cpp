@@ -301,7 +301,7 @@ struct adamw_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + 32896;
+                const I p_word = bits_or_nan(p_3) + 32896;
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -383,7 +383,7 @@ struct adamw_bfloat16_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I p_word = min(I(2143289344), bits(p_3)) + 32896;
+            const I p_word = bits_or_nan(p_3) + 32896;
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -991,7 +991,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + 32896;
+                const I p_word = bits_or_nan(p_3) + 32896;
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1088,7 +1088,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I p_word = min(I(2143289344), bits(p_3)) + 32896;
+            const I p_word = bits_or_nan(p_3) + 32896;
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

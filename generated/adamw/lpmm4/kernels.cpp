@@ -243,7 +243,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -346,7 +346,7 @@ struct adamw_bfloat16_vector {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -854,7 +854,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -981,7 +981,7 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -1700,7 +1700,7 @@ struct adamw_bfloat16_2 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(row_max_for_exp_avg_sq_row_top_at + i, exp_avg_sq);
             }
         }
@@ -2466,7 +2466,7 @@ struct adamw_bfloat16_amsgrad_2 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(row_max_for_exp_avg_sq_row_top_at + i, exp_avg_sq);
                 store(row_max_for_max_exp_avg_sq_row_top_at + i, max_exp_avg_sq);
             }

@@ -78,8 +78,8 @@ struct adamw_float32 {
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
         }
     }
 };
@@ -143,7 +143,7 @@ struct adamw_bfloat16 {
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_word = min(I(2143289344), bits(p_3)) + 32768;
+            const I p_word = bits_or_nan(p_3) + 32768;
             const I p_low_2 = (p_word & 65535) + -32768;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
@@ -152,8 +152,8 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store_half<2>(p_at + i, p_word);
             store(weight_low_at + i, p_low_2);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
         }
     }
 };
@@ -242,8 +242,8 @@ struct adamw_float16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_sign | p_word >> 16);
             store(weight_low_at + i, p_kept_);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
         }
     }
 };
@@ -314,8 +314,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -385,7 +385,7 @@ struct adamw_bfloat16_amsgrad {
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_word = min(I(2143289344), bits(p_3)) + 32768;
+            const I p_word = bits_or_nan(p_3) + 32768;
             const I p_low_2 = (p_word & 65535) + -32768;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
@@ -396,8 +396,8 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, p_word);
             store(weight_low_at + i, p_low_2);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }
@@ -494,8 +494,8 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_sign | p_word >> 16);
             store(weight_low_at + i, p_kept_);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 65535));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
         }
     }

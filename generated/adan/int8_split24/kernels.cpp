@@ -583,7 +583,7 @@ struct adan_bfloat16 {
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
                 const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -748,7 +748,7 @@ struct adan_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

@@ -536,7 +536,7 @@ struct ademamix_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 31  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -713,7 +713,7 @@ struct ademamix_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

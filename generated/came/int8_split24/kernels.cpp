@@ -1704,7 +1704,7 @@ struct came_bfloat16_15 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1876,7 +1876,7 @@ struct came_bfloat16_small_15 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -2731,7 +2731,7 @@ struct came_bfloat16_no_factored_3 {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 45  p = policies.decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                         // 46  p = p - lr * step
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2938,7 +2938,7 @@ struct came_bfloat16_no_factored_small_3 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

@@ -875,7 +875,7 @@ struct dadapt_adam_bfloat16_2 {
                 // 36  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
                 const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);           // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1165,7 +1165,7 @@ struct dadapt_adam_bfloat16_small_2 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -2486,7 +2486,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 // 36  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
                 const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);           // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2748,7 +2748,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_2 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

@@ -260,7 +260,7 @@ struct lion_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 const F g_abs = abs(exp_avg);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -354,7 +354,7 @@ struct lion_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

@@ -416,7 +416,7 @@ struct lookahead_adamw_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -569,7 +569,7 @@ struct lookahead_adamw_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1328,7 +1328,7 @@ struct lookahead_adamw_bfloat16_sync {
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
                 const F g_fma = fma(alpha, p_3 - slow, slow);
-                const I p_word = min(I(2143289344), bits(g_fma)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(g_fma) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
                 store(slow_at + i, g_fma);
@@ -1483,7 +1483,7 @@ struct lookahead_adamw_bfloat16_sync_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(g_fma)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(g_fma) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -2331,7 +2331,7 @@ struct lookahead_adamw_bfloat16_amsgrad {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2512,7 +2512,7 @@ struct lookahead_adamw_bfloat16_amsgrad_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -3435,7 +3435,7 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
                 const F g_fma = fma(alpha, p_3 - slow, slow);
-                const I p_word = min(I(2143289344), bits(g_fma)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(g_fma) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
                 store(slow_at + i, g_fma);
@@ -3618,7 +3618,7 @@ struct lookahead_adamw_bfloat16_amsgrad_sync_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(g_fma)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(g_fma) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

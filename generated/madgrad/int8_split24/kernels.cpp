@@ -367,7 +367,7 @@ struct madgrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(z)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(z) + (noise & 255 | 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -505,7 +505,7 @@ struct madgrad_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(z)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(z) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
@@ -1165,7 +1165,7 @@ struct madgrad_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -1305,7 +1305,7 @@ struct madgrad_bfloat16_has_momentum_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);

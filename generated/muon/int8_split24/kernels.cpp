@@ -374,7 +374,7 @@ struct muon_bfloat16_no_matrix {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
                 const F p_2 = fma(-momentum_buffer, 1.0f / fma(g_sqrt, scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -496,7 +496,7 @@ struct muon_bfloat16_no_matrix_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -1309,7 +1309,7 @@ struct muon_bfloat16_4 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+            const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -1412,7 +1412,7 @@ struct muon_bfloat16_small_4 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -2066,7 +2066,7 @@ struct muon_bfloat16_no_nesterov_small_4 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }

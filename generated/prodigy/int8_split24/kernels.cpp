@@ -1221,7 +1221,7 @@ struct prodigy_bfloat16_5 {
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
@@ -1600,7 +1600,7 @@ struct prodigy_bfloat16_small_5 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -4096,7 +4096,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
@@ -4421,7 +4421,7 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

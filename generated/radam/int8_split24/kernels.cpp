@@ -432,7 +432,7 @@ struct radam_bfloat16 {
                 const F denom = where(0.0f < scalar_3, adaptive * (p_sqrt + eps), F(1.0f));
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -587,7 +587,7 @@ struct radam_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1332,7 +1332,7 @@ struct radam_bfloat16_decoupled_weight_decay {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 22  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1485,7 +1485,7 @@ struct radam_bfloat16_decoupled_weight_decay_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);

@@ -292,7 +292,7 @@ struct rmsprop_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(p_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
@@ -404,7 +404,7 @@ struct rmsprop_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -1024,7 +1024,7 @@ struct rmsprop_bfloat16_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1146,7 +1146,7 @@ struct rmsprop_bfloat16_has_momentum_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -1818,7 +1818,7 @@ struct rmsprop_bfloat16_centered {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
@@ -1978,7 +1978,7 @@ struct rmsprop_bfloat16_centered_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -2810,7 +2810,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2986,7 +2986,7 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);

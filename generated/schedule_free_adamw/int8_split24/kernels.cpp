@@ -343,7 +343,7 @@ struct schedule_free_adamw_bfloat16 {
                 // 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
                 const F p_2 = fma(scalar_4, step, fma(c, z - p, p));
                 const F z_2 = fma(scalar_5, step, z);                              // 40  z = z - rate * step
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
                 store(z_at + i, z_2);
@@ -453,7 +453,7 @@ struct schedule_free_adamw_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(z_at + i, z_2);

@@ -253,7 +253,7 @@ struct sgdp_bfloat16_no_projected {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = scalar_1 * p;                                        // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, momentum_buffer, p_2);                 // 30  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -337,7 +337,7 @@ struct sgdp_bfloat16_no_projected_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -815,7 +815,7 @@ struct sgdp_bfloat16_nesterov_no_projected {
                 const F g_cast = g_stored;
                 // 30  p = p - lr * update
                 const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -903,7 +903,7 @@ struct sgdp_bfloat16_nesterov_no_projected_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -2272,7 +2272,7 @@ struct sgdp_bfloat16_7 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2534,7 +2534,7 @@ struct sgdp_bfloat16_small_7 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -3793,7 +3793,7 @@ struct sgdp_bfloat16_nesterov_7 {
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;               // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update_2, p_2);                        // 30  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -4091,7 +4091,7 @@ struct sgdp_bfloat16_nesterov_small_7 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);

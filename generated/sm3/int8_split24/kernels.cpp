@@ -278,7 +278,7 @@ struct sm3_bfloat16_no_factored {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
@@ -386,7 +386,7 @@ struct sm3_bfloat16_no_factored_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(accumulator_at + i, accumulator_2);
@@ -984,7 +984,7 @@ struct sm3_bfloat16_has_momentum_no_factored {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 48  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1104,7 +1104,7 @@ struct sm3_bfloat16_has_momentum_no_factored_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(accumulator_at + i, accumulator_2);
@@ -1565,7 +1565,7 @@ struct sm3_bfloat16_1 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(accumulator_row_2_at + i, total);
@@ -2111,7 +2111,7 @@ struct sm3_bfloat16_has_momentum_1 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 48  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2266,7 +2266,7 @@ struct sm3_bfloat16_has_momentum_small_1 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
