@@ -106,7 +106,8 @@ struct adabelief_float32 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -190,7 +191,8 @@ struct adabelief_float32 {
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_var_scale(exp_avg_var_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -338,7 +340,8 @@ struct adabelief_bfloat16 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -376,7 +379,8 @@ struct adabelief_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -435,7 +439,8 @@ struct adabelief_bfloat16 {
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_var_scale(exp_avg_var_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -609,7 +614,8 @@ struct adabelief_float16 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -647,7 +653,8 @@ struct adabelief_float16 {
 
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -726,7 +733,8 @@ struct adabelief_float16 {
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_var_scale(exp_avg_var_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);

@@ -112,7 +112,8 @@ struct adadelta_float32 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
@@ -218,7 +219,8 @@ struct adadelta_float32 {
             const I acc_delta_base(acc_delta_base_kept[b]);
             const I acc_delta_range_sub(acc_delta_range_sub_kept[b]);
             const I acc_delta_scale(acc_delta_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
@@ -371,7 +373,8 @@ struct adadelta_bfloat16 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
@@ -482,7 +485,8 @@ struct adadelta_bfloat16 {
             const I acc_delta_base(acc_delta_base_kept[b]);
             const I acc_delta_range_sub(acc_delta_range_sub_kept[b]);
             const I acc_delta_scale(acc_delta_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
@@ -660,7 +664,8 @@ struct adadelta_float16 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
@@ -791,7 +796,8 @@ struct adadelta_float16 {
             const I acc_delta_base(acc_delta_base_kept[b]);
             const I acc_delta_range_sub(acc_delta_range_sub_kept[b]);
             const I acc_delta_scale(acc_delta_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);

@@ -891,7 +891,8 @@ struct adafactor_float32_no_factored_1 {
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
@@ -1026,7 +1027,8 @@ struct adafactor_float32_no_factored_3 {
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1089,7 +1091,8 @@ struct adafactor_float32_no_factored_3 {
             const I variance_base(variance_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I variance_scale(variance_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I variance_pattern = load(variance_pattern_kept + i);
                 const I variance_offset = lshr(noise, 8) + g_add;
@@ -1273,7 +1276,8 @@ struct adafactor_bfloat16_no_factored_1 {
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
@@ -1413,7 +1417,8 @@ struct adafactor_bfloat16_no_factored_3 {
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1482,7 +1487,8 @@ struct adafactor_bfloat16_no_factored_3 {
             const I variance_base(variance_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I variance_scale(variance_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I variance_pattern = load(variance_pattern_kept + i);
                 const I variance_offset = lshr(noise, 8) + g_add;
@@ -1665,7 +1671,8 @@ struct adafactor_float16_no_factored_1 {
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -1778,7 +1785,8 @@ struct adafactor_float16_no_factored_3 {
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1867,7 +1875,8 @@ struct adafactor_float16_no_factored_3 {
             const I variance_base(variance_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I variance_scale(variance_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I variance_pattern = load(variance_pattern_kept + i);
                 const I variance_offset = lshr(noise, 8) + g_add;

@@ -86,7 +86,8 @@ struct adagrad_float32 {
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -147,7 +148,8 @@ struct adagrad_float32 {
             const I sum_base(sum_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I sum_scale(sum_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;
@@ -262,7 +264,8 @@ struct adagrad_bfloat16 {
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -328,7 +331,8 @@ struct adagrad_bfloat16 {
             const I sum_base(sum_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I sum_scale(sum_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;
@@ -468,7 +472,8 @@ struct adagrad_float16 {
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -554,7 +559,8 @@ struct adagrad_float16 {
             const I sum_base(sum_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I sum_scale(sum_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + p_add;

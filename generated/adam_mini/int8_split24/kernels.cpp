@@ -86,7 +86,8 @@ struct adam_mini_float32_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -124,7 +125,8 @@ struct adam_mini_float32_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), g_mul), 3200.0f));
@@ -213,7 +215,8 @@ struct adam_mini_float32_3 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 m_code = raw(m_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
@@ -402,7 +405,8 @@ struct adam_mini_bfloat16_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -441,7 +445,8 @@ struct adam_mini_bfloat16_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), g_mul), 3200.0f));
@@ -550,7 +555,8 @@ struct adam_mini_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 m_code = raw(m_at + i);
@@ -770,7 +776,8 @@ struct adam_mini_float16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 m_code = raw(m_at + i);
@@ -971,7 +978,8 @@ struct adam_mini_float32_no_by_rows_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1009,7 +1017,8 @@ struct adam_mini_float32_no_by_rows_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), g_mul), 3200.0f));
@@ -1098,7 +1107,8 @@ struct adam_mini_float32_no_by_rows_3 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 m_code = raw(m_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
@@ -1287,7 +1297,8 @@ struct adam_mini_bfloat16_no_by_rows_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1326,7 +1337,8 @@ struct adam_mini_bfloat16_no_by_rows_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), g_mul), 3200.0f));
@@ -1435,7 +1447,8 @@ struct adam_mini_bfloat16_no_by_rows_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 m_code = raw(m_at + i);
@@ -1656,7 +1669,8 @@ struct adam_mini_float16_no_by_rows_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 m_code = raw(m_at + i);

@@ -104,7 +104,8 @@ struct adamax_float32 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -186,7 +187,8 @@ struct adamax_float32 {
             const I exp_inf_base(exp_inf_base_kept[b]);
             const I exp_inf_range_sub(exp_inf_range_sub_kept[b]);
             const I exp_inf_scale(exp_inf_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_inf_pattern = load(exp_inf_pattern_kept + i);
@@ -328,7 +330,8 @@ struct adamax_bfloat16 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -416,7 +419,8 @@ struct adamax_bfloat16 {
             const I exp_inf_base(exp_inf_base_kept[b]);
             const I exp_inf_range_sub(exp_inf_range_sub_kept[b]);
             const I exp_inf_scale(exp_inf_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_inf_pattern = load(exp_inf_pattern_kept + i);
@@ -583,7 +587,8 @@ struct adamax_float16 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -690,7 +695,8 @@ struct adamax_float16 {
             const I exp_inf_base(exp_inf_base_kept[b]);
             const I exp_inf_range_sub(exp_inf_range_sub_kept[b]);
             const I exp_inf_scale(exp_inf_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_inf_pattern = load(exp_inf_pattern_kept + i);

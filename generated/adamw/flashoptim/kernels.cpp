@@ -77,7 +77,8 @@ struct adamw_float32 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -130,7 +131,8 @@ struct adamw_float32 {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
@@ -201,7 +203,8 @@ struct adamw_bfloat16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -225,7 +228,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -283,7 +287,8 @@ struct adamw_bfloat16 {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
@@ -354,7 +359,8 @@ struct adamw_float16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -378,7 +384,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -434,7 +441,8 @@ struct adamw_float16 {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
@@ -515,7 +523,8 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -587,7 +596,8 @@ struct adamw_float32_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
@@ -673,7 +683,8 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -708,7 +719,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -774,7 +786,8 @@ struct adamw_bfloat16_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
@@ -860,7 +873,8 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -895,7 +909,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -959,7 +974,8 @@ struct adamw_float16_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);

@@ -154,7 +154,8 @@ struct adamw_float32_vector {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -234,7 +235,8 @@ struct adamw_float32_vector {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -270,7 +272,8 @@ struct adamw_float32_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -449,7 +452,8 @@ struct adamw_bfloat16_vector {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -483,7 +487,8 @@ struct adamw_bfloat16_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -543,7 +548,8 @@ struct adamw_bfloat16_vector {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -578,7 +584,8 @@ struct adamw_bfloat16_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -777,7 +784,8 @@ struct adamw_float16_vector {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -811,7 +819,8 @@ struct adamw_float16_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -891,7 +900,8 @@ struct adamw_float16_vector {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -926,7 +936,8 @@ struct adamw_float16_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -1106,7 +1117,8 @@ struct adamw_float32_amsgrad_vector {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1219,7 +1231,8 @@ struct adamw_float32_amsgrad_vector {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1259,7 +1272,8 @@ struct adamw_float32_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -1470,7 +1484,8 @@ struct adamw_bfloat16_amsgrad_vector {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1517,7 +1532,8 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1597,7 +1613,8 @@ struct adamw_bfloat16_amsgrad_vector {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1636,7 +1653,8 @@ struct adamw_bfloat16_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -1867,7 +1885,8 @@ struct adamw_float16_amsgrad_vector {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1914,7 +1933,8 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -2014,7 +2034,8 @@ struct adamw_float16_amsgrad_vector {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2053,7 +2074,8 @@ struct adamw_float16_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -2342,7 +2364,8 @@ struct adamw_float32_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -2390,7 +2413,8 @@ struct adamw_float32_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -2729,7 +2753,8 @@ struct adamw_bfloat16_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2783,7 +2808,8 @@ struct adamw_bfloat16_7 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -2936,7 +2962,8 @@ struct adamw_float16_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3010,7 +3037,8 @@ struct adamw_float16_7 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -3362,7 +3390,8 @@ struct adamw_float32_amsgrad_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -3414,7 +3443,8 @@ struct adamw_float32_amsgrad_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -3835,7 +3865,8 @@ struct adamw_bfloat16_amsgrad_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3893,7 +3924,8 @@ struct adamw_bfloat16_amsgrad_7 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -4067,7 +4099,8 @@ struct adamw_float16_amsgrad_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -4145,7 +4178,8 @@ struct adamw_float16_amsgrad_7 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));

@@ -111,7 +111,8 @@ struct adamw_float32 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -191,7 +192,8 @@ struct adamw_float32 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -227,7 +229,8 @@ struct adamw_float32 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -380,7 +383,8 @@ struct adamw_bfloat16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -414,7 +418,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -474,7 +479,8 @@ struct adamw_bfloat16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -509,7 +515,8 @@ struct adamw_bfloat16 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -688,7 +695,8 @@ struct adamw_float16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -722,7 +730,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -802,7 +811,8 @@ struct adamw_float16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -837,7 +847,8 @@ struct adamw_float16 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -1058,7 +1069,8 @@ struct adamw_float32_amsgrad {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1171,7 +1183,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1211,7 +1224,8 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -1396,7 +1410,8 @@ struct adamw_bfloat16_amsgrad {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1443,7 +1458,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1523,7 +1539,8 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1562,7 +1579,8 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));
@@ -1773,7 +1791,8 @@ struct adamw_float16_amsgrad {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1820,7 +1839,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1920,7 +1940,8 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1959,7 +1980,8 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), g_mul), 3080.0f));

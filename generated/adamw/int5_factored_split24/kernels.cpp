@@ -160,7 +160,8 @@ struct adamw_float32_vector {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -244,7 +245,8 @@ struct adamw_float32_vector {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -284,7 +286,8 @@ struct adamw_float32_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -476,7 +479,8 @@ struct adamw_bfloat16_vector {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -514,7 +518,8 @@ struct adamw_bfloat16_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -574,7 +579,8 @@ struct adamw_bfloat16_vector {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -613,7 +619,8 @@ struct adamw_bfloat16_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -825,7 +832,8 @@ struct adamw_float16_vector {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -863,7 +871,8 @@ struct adamw_float16_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -943,7 +952,8 @@ struct adamw_float16_vector {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -982,7 +992,8 @@ struct adamw_float16_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -1178,7 +1189,8 @@ struct adamw_float32_amsgrad_vector {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1297,7 +1309,8 @@ struct adamw_float32_amsgrad_vector {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1345,7 +1358,8 @@ struct adamw_float32_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -1574,7 +1588,8 @@ struct adamw_bfloat16_amsgrad_vector {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1627,7 +1642,8 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1707,7 +1723,8 @@ struct adamw_bfloat16_amsgrad_vector {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1754,7 +1771,8 @@ struct adamw_bfloat16_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -2003,7 +2021,8 @@ struct adamw_float16_amsgrad_vector {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2056,7 +2075,8 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -2156,7 +2176,8 @@ struct adamw_float16_amsgrad_vector {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2203,7 +2224,8 @@ struct adamw_float16_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -2505,7 +2527,8 @@ struct adamw_float32_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -2556,7 +2579,8 @@ struct adamw_float32_7 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -2904,7 +2928,8 @@ struct adamw_bfloat16_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2961,7 +2986,8 @@ struct adamw_bfloat16_7 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -3123,7 +3149,8 @@ struct adamw_float16_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3200,7 +3227,8 @@ struct adamw_float16_7 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -3562,7 +3590,8 @@ struct adamw_float32_amsgrad_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -3617,7 +3646,8 @@ struct adamw_float32_amsgrad_7 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -4047,7 +4077,8 @@ struct adamw_bfloat16_amsgrad_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -4108,7 +4139,8 @@ struct adamw_bfloat16_amsgrad_7 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -4291,7 +4323,8 @@ struct adamw_float16_amsgrad_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -4372,7 +4405,8 @@ struct adamw_float16_amsgrad_7 {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));

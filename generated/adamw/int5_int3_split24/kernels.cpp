@@ -103,7 +103,8 @@ struct adamw_float32 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -158,7 +159,8 @@ struct adamw_float32 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -197,7 +199,8 @@ struct adamw_float32 {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -349,7 +352,8 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -385,7 +389,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -418,7 +423,8 @@ struct adamw_bfloat16 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -456,7 +462,8 @@ struct adamw_bfloat16 {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -634,7 +641,8 @@ struct adamw_float16 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -670,7 +678,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -723,7 +732,8 @@ struct adamw_float16 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -761,7 +771,8 @@ struct adamw_float16 {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -973,7 +984,8 @@ struct adamw_float32_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1053,7 +1065,8 @@ struct adamw_float32_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1074,7 +1087,8 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
@@ -1108,7 +1122,8 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -1286,7 +1301,8 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1335,7 +1351,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1380,7 +1397,8 @@ struct adamw_bfloat16_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1401,7 +1419,8 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
@@ -1434,7 +1453,8 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -1638,7 +1658,8 @@ struct adamw_float16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1687,7 +1708,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1752,7 +1774,8 @@ struct adamw_float16_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1773,7 +1796,8 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
@@ -1806,7 +1830,8 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));

@@ -117,7 +117,8 @@ struct adamw_float32 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -202,7 +203,8 @@ struct adamw_float32 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -242,7 +244,8 @@ struct adamw_float32 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), g_mul), 3104.0f));
@@ -408,7 +411,8 @@ struct adamw_bfloat16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -447,7 +451,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -507,7 +512,8 @@ struct adamw_bfloat16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -546,7 +552,8 @@ struct adamw_bfloat16 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), g_mul), 3104.0f));
@@ -738,7 +745,8 @@ struct adamw_float16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -777,7 +785,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -857,7 +866,8 @@ struct adamw_float16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -896,7 +906,8 @@ struct adamw_float16 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), g_mul), 3104.0f));
@@ -1133,7 +1144,8 @@ struct adamw_float32_amsgrad {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1253,7 +1265,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1301,7 +1314,8 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), g_mul), 3104.0f));
@@ -1504,7 +1518,8 @@ struct adamw_bfloat16_amsgrad {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1558,7 +1573,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1638,7 +1654,8 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1685,7 +1702,8 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), g_mul), 3104.0f));
@@ -1914,7 +1932,8 @@ struct adamw_float16_amsgrad {
             I g_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1968,7 +1987,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -2068,7 +2088,8 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2115,7 +2136,8 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), g_mul), 3104.0f));

@@ -106,7 +106,8 @@ struct adamw_float32 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -181,7 +182,8 @@ struct adamw_float32 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -217,7 +219,8 @@ struct adamw_float32 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -360,7 +363,8 @@ struct adamw_bfloat16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -394,7 +398,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -449,7 +454,8 @@ struct adamw_bfloat16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -484,7 +490,8 @@ struct adamw_bfloat16 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -653,7 +660,8 @@ struct adamw_float16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -687,7 +695,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -762,7 +771,8 @@ struct adamw_float16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -797,7 +807,8 @@ struct adamw_float16 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -1005,7 +1016,8 @@ struct adamw_float32_amsgrad {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1113,7 +1125,8 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1153,7 +1166,8 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -1323,7 +1337,8 @@ struct adamw_bfloat16_amsgrad {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1370,7 +1385,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1445,7 +1461,8 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1484,7 +1501,8 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -1680,7 +1698,8 @@ struct adamw_float16_amsgrad {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1727,7 +1746,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1822,7 +1842,8 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1861,7 +1882,8 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));

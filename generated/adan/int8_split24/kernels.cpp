@@ -156,7 +156,8 @@ struct adan_float32 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -218,7 +219,8 @@ struct adan_float32 {
 
         // -- elements: decode, update  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
@@ -293,7 +295,8 @@ struct adan_float32 {
             const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -509,7 +512,8 @@ struct adan_bfloat16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -572,7 +576,8 @@ struct adan_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
@@ -652,7 +657,8 @@ struct adan_bfloat16 {
             const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -894,7 +900,8 @@ struct adan_float16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -957,7 +964,8 @@ struct adan_float16 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
@@ -1057,7 +1065,8 @@ struct adan_float16 {
             const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);

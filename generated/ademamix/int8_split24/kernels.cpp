@@ -140,7 +140,8 @@ struct ademamix_float32 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I exp_avg_slow_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -188,7 +189,8 @@ struct ademamix_float32 {
 
         // -- elements: decode, update  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -247,7 +249,8 @@ struct ademamix_float32 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -267,7 +270,8 @@ struct ademamix_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
@@ -294,7 +298,8 @@ struct ademamix_float32 {
             fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -476,7 +481,8 @@ struct ademamix_bfloat16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I exp_avg_slow_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -525,7 +531,8 @@ struct ademamix_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -589,7 +596,8 @@ struct ademamix_bfloat16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -609,7 +617,8 @@ struct ademamix_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
@@ -636,7 +645,8 @@ struct ademamix_bfloat16 {
             fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -844,7 +854,8 @@ struct ademamix_float16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I exp_avg_slow_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -893,7 +904,8 @@ struct ademamix_float16 {
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -977,7 +989,8 @@ struct ademamix_float16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -997,7 +1010,8 @@ struct ademamix_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), g_mul_2), 3200.0f));
@@ -1024,7 +1038,8 @@ struct ademamix_float16 {
             fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));

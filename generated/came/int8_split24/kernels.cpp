@@ -374,7 +374,8 @@ struct came_float32_10 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -415,7 +416,8 @@ struct came_float32_10 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F row_mul_3_mul(row_mul_3_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), row_mul_3_mul), 3200.0f));
@@ -597,7 +599,8 @@ struct came_float32_15 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -1446,7 +1449,8 @@ struct came_bfloat16_10 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1487,7 +1491,8 @@ struct came_bfloat16_10 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F row_mul_3_mul(row_mul_3_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), row_mul_3_mul), 3200.0f));
@@ -1689,7 +1694,8 @@ struct came_bfloat16_15 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -1946,7 +1952,8 @@ struct came_float16_15 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -2120,7 +2127,8 @@ struct came_float32_no_factored_1 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
@@ -2267,7 +2275,8 @@ struct came_float32_no_factored_3 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -2350,7 +2359,8 @@ struct came_float32_no_factored_3 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -2531,7 +2541,8 @@ struct came_bfloat16_no_factored_1 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
@@ -2684,7 +2695,8 @@ struct came_bfloat16_no_factored_3 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2723,7 +2735,8 @@ struct came_bfloat16_no_factored_3 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -2780,7 +2793,8 @@ struct came_bfloat16_no_factored_3 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -3053,7 +3067,8 @@ struct came_float16_no_factored_3 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3092,7 +3107,8 @@ struct came_float16_no_factored_3 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -3169,7 +3185,8 @@ struct came_float16_no_factored_3 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);

@@ -58,7 +58,8 @@ struct cautious_lion_float32_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -179,7 +180,8 @@ struct cautious_lion_float32_3 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -228,7 +230,8 @@ struct cautious_lion_float32_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
@@ -393,7 +396,8 @@ struct cautious_lion_bfloat16_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -517,7 +521,8 @@ struct cautious_lion_bfloat16_3 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -572,7 +577,8 @@ struct cautious_lion_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
@@ -779,7 +785,8 @@ struct cautious_lion_float16_3 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -854,7 +861,8 @@ struct cautious_lion_float16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));

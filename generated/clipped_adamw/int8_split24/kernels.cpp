@@ -199,7 +199,8 @@ struct clipped_adamw_float32_4 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -274,7 +275,8 @@ struct clipped_adamw_float32_4 {
             const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -310,7 +312,8 @@ struct clipped_adamw_float32_4 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F model_min_mul(model_min_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
@@ -637,7 +640,8 @@ struct clipped_adamw_bfloat16_4 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -671,7 +675,8 @@ struct clipped_adamw_bfloat16_4 {
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -726,7 +731,8 @@ struct clipped_adamw_bfloat16_4 {
             const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -761,7 +767,8 @@ struct clipped_adamw_bfloat16_4 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F model_min_mul(model_min_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
@@ -1039,7 +1046,8 @@ struct clipped_adamw_float16_4 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1073,7 +1081,8 @@ struct clipped_adamw_float16_4 {
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1148,7 +1157,8 @@ struct clipped_adamw_float16_4 {
             const I model_min_add(model_min_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F model_min_sqrt = load(model_min_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1183,7 +1193,8 @@ struct clipped_adamw_float16_4 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F model_min_mul(model_min_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
@@ -1500,7 +1511,8 @@ struct clipped_adamw_float32_amsgrad_4 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1608,7 +1620,8 @@ struct clipped_adamw_float32_amsgrad_4 {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1648,7 +1661,8 @@ struct clipped_adamw_float32_amsgrad_4 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F model_min_mul(model_min_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
@@ -1954,7 +1968,8 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2001,7 +2016,8 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -2076,7 +2092,8 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2115,7 +2132,8 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F model_min_mul(model_min_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));
@@ -2372,7 +2390,8 @@ struct clipped_adamw_float16_amsgrad_4 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2419,7 +2438,8 @@ struct clipped_adamw_float16_amsgrad_4 {
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -2514,7 +2534,8 @@ struct clipped_adamw_float16_amsgrad_4 {
             const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2553,7 +2574,8 @@ struct clipped_adamw_float16_amsgrad_4 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F model_min_mul(model_min_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), model_min_mul), 3200.0f));

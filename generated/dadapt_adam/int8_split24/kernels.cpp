@@ -213,7 +213,8 @@ struct dadapt_adam_float32_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -324,7 +325,8 @@ struct dadapt_adam_float32_2 {
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -810,7 +812,8 @@ struct dadapt_adam_bfloat16_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -865,7 +868,8 @@ struct dadapt_adam_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -934,7 +938,8 @@ struct dadapt_adam_bfloat16_2 {
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -1406,7 +1411,8 @@ struct dadapt_adam_float16_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -1461,7 +1467,8 @@ struct dadapt_adam_float16_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -1549,7 +1556,8 @@ struct dadapt_adam_float16_2 {
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -1880,7 +1888,8 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -1991,7 +2000,8 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -2421,7 +2431,8 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2476,7 +2487,8 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -2545,7 +2557,8 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -2958,7 +2971,8 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -3013,7 +3027,8 @@ struct dadapt_adam_float16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -3101,7 +3116,8 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);

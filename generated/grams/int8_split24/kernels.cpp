@@ -110,7 +110,8 @@ struct grams_float32 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -143,7 +144,8 @@ struct grams_float32 {
 
         // -- elements: decode, update  (specs/grams.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F g = Grad::load(g_at + i);
@@ -195,7 +197,8 @@ struct grams_float32 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -230,7 +233,8 @@ struct grams_float32 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -377,7 +381,8 @@ struct grams_bfloat16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -411,7 +416,8 @@ struct grams_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/grams.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -469,7 +475,8 @@ struct grams_bfloat16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -504,7 +511,8 @@ struct grams_bfloat16 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -677,7 +685,8 @@ struct grams_float16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -711,7 +720,8 @@ struct grams_float16 {
 
         // -- elements: decode, update, encode  (specs/grams.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -789,7 +799,8 @@ struct grams_float16 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -824,7 +835,8 @@ struct grams_float16 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));

@@ -104,7 +104,8 @@ struct laprop_float32 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -186,7 +187,8 @@ struct laprop_float32 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -331,7 +333,8 @@ struct laprop_bfloat16 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -368,7 +371,8 @@ struct laprop_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/laprop.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -425,7 +429,8 @@ struct laprop_bfloat16 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -596,7 +601,8 @@ struct laprop_float16 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -633,7 +639,8 @@ struct laprop_float16 {
 
         // -- elements: decode, update, encode  (specs/laprop.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -710,7 +717,8 @@ struct laprop_float16 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);

@@ -161,7 +161,8 @@ struct lars_float32_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -203,7 +204,8 @@ struct lars_float32_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F lr_times_local_lr_mul(lr_times_local_lr_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), lr_times_local_lr_mul), 3200.0f));
@@ -480,7 +482,8 @@ struct lars_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -506,7 +509,8 @@ struct lars_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/lars.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -538,7 +542,8 @@ struct lars_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F lr_times_local_lr_mul(lr_times_local_lr_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), lr_times_local_lr_mul), 3200.0f));
@@ -772,7 +777,8 @@ struct lars_float16_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -839,7 +845,8 @@ struct lars_float16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F lr_times_local_lr_mul(lr_times_local_lr_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), lr_times_local_lr_mul), 3200.0f));

@@ -82,7 +82,8 @@ struct lion_float32 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -127,7 +128,8 @@ struct lion_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
@@ -239,7 +241,8 @@ struct lion_bfloat16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -290,7 +293,8 @@ struct lion_bfloat16 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
@@ -428,7 +432,8 @@ struct lion_float16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -499,7 +504,8 @@ struct lion_float16 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));

@@ -100,7 +100,8 @@ struct madgrad_float32 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -191,7 +192,8 @@ struct madgrad_float32 {
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
@@ -333,7 +335,8 @@ struct madgrad_bfloat16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -429,7 +432,8 @@ struct madgrad_bfloat16 {
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
@@ -596,7 +600,8 @@ struct madgrad_float16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -712,7 +717,8 @@ struct madgrad_float16 {
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
@@ -900,7 +906,8 @@ struct madgrad_float32_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -990,7 +997,8 @@ struct madgrad_float32_has_momentum {
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
@@ -1134,7 +1142,8 @@ struct madgrad_bfloat16_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -1229,7 +1238,8 @@ struct madgrad_bfloat16_has_momentum {
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
@@ -1399,7 +1409,8 @@ struct madgrad_float16_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -1514,7 +1525,8 @@ struct madgrad_float16_has_momentum {
             const I p_sub(p_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);

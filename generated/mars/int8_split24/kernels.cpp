@@ -62,7 +62,8 @@ struct mars_float32_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 last_grad_code = raw(last_grad_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
@@ -226,7 +227,8 @@ struct mars_float32_3 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I last_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -322,7 +324,8 @@ struct mars_float32_3 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -361,7 +364,8 @@ struct mars_float32_3 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));
@@ -542,7 +546,8 @@ struct mars_bfloat16_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 last_grad_code = raw(last_grad_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
@@ -710,7 +715,8 @@ struct mars_bfloat16_3 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I last_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -755,7 +761,8 @@ struct mars_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -819,7 +826,8 @@ struct mars_bfloat16_3 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -857,7 +865,8 @@ struct mars_bfloat16_3 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));
@@ -1151,7 +1160,8 @@ struct mars_float16_3 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I last_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -1196,7 +1206,8 @@ struct mars_float16_3 {
 
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1280,7 +1291,8 @@ struct mars_float16_3 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1318,7 +1330,8 @@ struct mars_float16_3 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));

@@ -102,7 +102,8 @@ struct muon_float32_no_matrix {
             I momentum_buffer_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -184,7 +185,8 @@ struct muon_float32_no_matrix {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -328,7 +330,8 @@ struct muon_bfloat16_no_matrix {
             I momentum_buffer_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -365,7 +368,8 @@ struct muon_bfloat16_no_matrix {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -423,7 +427,8 @@ struct muon_bfloat16_no_matrix {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -593,7 +598,8 @@ struct muon_float16_no_matrix {
             I momentum_buffer_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -630,7 +636,8 @@ struct muon_float16_no_matrix {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -708,7 +715,8 @@ struct muon_float16_no_matrix {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
@@ -904,7 +912,8 @@ struct muon_float32_2 {
             fetch<BLOCK>(g_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
@@ -927,7 +936,8 @@ struct muon_float32_2 {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const F g = Grad::load(g_at + i);
                 const F g_mul = one_minus_momentum_times_grad_scale * g;
@@ -955,7 +965,8 @@ struct muon_float32_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul_2(momentum_buffer_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2), 3200.0f));
@@ -1193,7 +1204,8 @@ struct muon_bfloat16_2 {
             fetch<BLOCK>(g_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
@@ -1216,7 +1228,8 @@ struct muon_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_mul = one_minus_momentum_times_grad_scale * g_stored;
@@ -1244,7 +1257,8 @@ struct muon_bfloat16_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul_2(momentum_buffer_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2), 3200.0f));
@@ -1728,7 +1742,8 @@ struct muon_float32_no_nesterov_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1750,7 +1765,8 @@ struct muon_float32_no_nesterov_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I g_bitcast = bits(momentum_buffer);
                 store_half<2>(direction_at + i, where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
@@ -1774,7 +1790,8 @@ struct muon_float32_no_nesterov_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -1920,7 +1937,8 @@ struct muon_bfloat16_no_nesterov_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1942,7 +1960,8 @@ struct muon_bfloat16_no_nesterov_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I g_bitcast = bits(momentum_buffer);
                 store_half<2>(direction_at + i, where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
@@ -1966,7 +1985,8 @@ struct muon_bfloat16_no_nesterov_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));

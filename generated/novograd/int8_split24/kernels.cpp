@@ -155,7 +155,8 @@ struct novograd_float32_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -198,7 +199,8 @@ struct novograd_float32_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -455,7 +457,8 @@ struct novograd_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -482,7 +485,8 @@ struct novograd_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -514,7 +518,8 @@ struct novograd_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -697,7 +702,8 @@ struct novograd_float16_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -765,7 +771,8 @@ struct novograd_float16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -939,7 +946,8 @@ struct novograd_float32_grad_averaging_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -982,7 +990,8 @@ struct novograd_float32_grad_averaging_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -1112,7 +1121,8 @@ struct novograd_bfloat16_grad_averaging_3 {
             fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -1139,7 +1149,8 @@ struct novograd_bfloat16_grad_averaging_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1171,7 +1182,8 @@ struct novograd_bfloat16_grad_averaging_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -1327,7 +1339,8 @@ struct novograd_float16_grad_averaging_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -1395,7 +1408,8 @@ struct novograd_float16_grad_averaging_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));

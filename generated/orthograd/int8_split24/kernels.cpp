@@ -847,7 +847,8 @@ struct orthograd_float32_has_momentum_5 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -891,7 +892,8 @@ struct orthograd_float32_has_momentum_5 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
@@ -1262,7 +1264,8 @@ struct orthograd_bfloat16_has_momentum_5 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -1290,7 +1293,8 @@ struct orthograd_bfloat16_has_momentum_5 {
 
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1322,7 +1326,8 @@ struct orthograd_bfloat16_has_momentum_5 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
@@ -1662,7 +1667,8 @@ struct orthograd_float16_has_momentum_5 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -1731,7 +1737,8 @@ struct orthograd_float16_has_momentum_5 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
@@ -2011,7 +2018,8 @@ struct orthograd_float32_nesterov_has_momentum_5 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -2057,7 +2065,8 @@ struct orthograd_float32_nesterov_has_momentum_5 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
@@ -2198,7 +2207,8 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -2249,7 +2259,8 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
@@ -2418,7 +2429,8 @@ struct orthograd_float16_nesterov_has_momentum_5 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -2489,7 +2501,8 @@ struct orthograd_float16_nesterov_has_momentum_5 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));

@@ -217,7 +217,8 @@ struct prodigy_float32_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -325,7 +326,8 @@ struct prodigy_float32_2 {
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
@@ -495,7 +497,8 @@ struct prodigy_float32_5 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -914,7 +917,8 @@ struct prodigy_bfloat16_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -962,7 +966,8 @@ struct prodigy_bfloat16_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
@@ -1190,7 +1195,8 @@ struct prodigy_bfloat16_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -1285,7 +1291,8 @@ struct prodigy_bfloat16_5 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F d_sqrt = load(d_sqrt_kept + i);
@@ -1712,7 +1719,8 @@ struct prodigy_float16_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1768,7 +1776,8 @@ struct prodigy_float16_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
@@ -1903,7 +1912,8 @@ struct prodigy_float16_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2017,7 +2027,8 @@ struct prodigy_float16_5 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F d_sqrt = load(d_sqrt_kept + i);
@@ -2390,7 +2401,8 @@ struct prodigy_float32_safeguard_warmup_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2498,7 +2510,8 @@ struct prodigy_float32_safeguard_warmup_2 {
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
@@ -2735,7 +2748,8 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2783,7 +2797,8 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
@@ -2970,7 +2985,8 @@ struct prodigy_float16_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3026,7 +3042,8 @@ struct prodigy_float16_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
@@ -3287,7 +3304,8 @@ struct prodigy_float32_use_bias_correction_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -3395,7 +3413,8 @@ struct prodigy_float32_use_bias_correction_2 {
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
@@ -3821,7 +3840,8 @@ struct prodigy_bfloat16_use_bias_correction_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3869,7 +3889,8 @@ struct prodigy_bfloat16_use_bias_correction_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
@@ -4065,7 +4086,8 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -4160,7 +4182,8 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F d_sqrt = load(d_sqrt_kept + i);
@@ -4508,7 +4531,8 @@ struct prodigy_float16_use_bias_correction_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -4564,7 +4588,8 @@ struct prodigy_float16_use_bias_correction_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
@@ -4699,7 +4724,8 @@ struct prodigy_float16_use_bias_correction_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -4813,7 +4839,8 @@ struct prodigy_float16_use_bias_correction_5 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F d_sqrt = load(d_sqrt_kept + i);
@@ -5189,7 +5216,8 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -5297,7 +5325,8 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
@@ -5540,7 +5569,8 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -5588,7 +5618,8 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
@@ -5778,7 +5809,8 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -5834,7 +5866,8 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));

@@ -87,7 +87,8 @@ struct rmsprop_float32 {
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -152,7 +153,8 @@ struct rmsprop_float32 {
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
@@ -270,7 +272,8 @@ struct rmsprop_bfloat16 {
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -340,7 +343,8 @@ struct rmsprop_bfloat16 {
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
@@ -483,7 +487,8 @@ struct rmsprop_float16 {
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -573,7 +578,8 @@ struct rmsprop_float16 {
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + p_add;
@@ -750,7 +756,8 @@ struct rmsprop_float32_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -833,7 +840,8 @@ struct rmsprop_float32_has_momentum {
             const I p_sub(p_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -976,7 +984,8 @@ struct rmsprop_bfloat16_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -1017,7 +1026,8 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1075,7 +1085,8 @@ struct rmsprop_bfloat16_has_momentum {
             const I p_sub(p_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1241,7 +1252,8 @@ struct rmsprop_float16_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -1349,7 +1361,8 @@ struct rmsprop_float16_has_momentum {
             const I p_sub(p_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1535,7 +1548,8 @@ struct rmsprop_float32_centered {
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -1613,7 +1627,8 @@ struct rmsprop_float32_centered {
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
@@ -1649,7 +1664,8 @@ struct rmsprop_float32_centered {
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
@@ -1789,7 +1805,8 @@ struct rmsprop_bfloat16_centered {
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -1871,7 +1888,8 @@ struct rmsprop_bfloat16_centered {
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
@@ -1908,7 +1926,8 @@ struct rmsprop_bfloat16_centered {
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
@@ -2074,7 +2093,8 @@ struct rmsprop_float16_centered {
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -2176,7 +2196,8 @@ struct rmsprop_float16_centered {
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
@@ -2213,7 +2234,8 @@ struct rmsprop_float16_centered {
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
@@ -2425,7 +2447,8 @@ struct rmsprop_float32_centered_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2525,7 +2548,8 @@ struct rmsprop_float32_centered_has_momentum {
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
@@ -2545,7 +2569,8 @@ struct rmsprop_float32_centered_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const F p_mul_2(p_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
@@ -2573,7 +2598,8 @@ struct rmsprop_float32_centered_has_momentum {
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
@@ -2748,7 +2774,8 @@ struct rmsprop_bfloat16_centered_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2803,7 +2830,8 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -2863,7 +2891,8 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
@@ -2883,7 +2912,8 @@ struct rmsprop_bfloat16_centered_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const F p_mul_2(p_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
@@ -2912,7 +2942,8 @@ struct rmsprop_bfloat16_centered_has_momentum {
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
@@ -3111,7 +3142,8 @@ struct rmsprop_float16_centered_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -3235,7 +3267,8 @@ struct rmsprop_float16_centered_has_momentum {
             const I p_add_2(p_add_2_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
@@ -3255,7 +3288,8 @@ struct rmsprop_float16_centered_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const F p_mul_2(p_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
@@ -3284,7 +3318,8 @@ struct rmsprop_float16_centered_has_momentum {
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));

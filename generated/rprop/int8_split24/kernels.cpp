@@ -103,7 +103,8 @@ struct rprop_float32 {
             I prev_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -188,7 +189,8 @@ struct rprop_float32 {
             const I prev_scale_sub(prev_scale_sub_kept[b]);
             const I step_size_scale(step_size_scale_kept[b]);
             const F prev_scale_mul_2(prev_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
@@ -330,7 +332,8 @@ struct rprop_bfloat16 {
             I prev_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -421,7 +424,8 @@ struct rprop_bfloat16 {
             const I prev_scale_sub(prev_scale_sub_kept[b]);
             const I step_size_scale(step_size_scale_kept[b]);
             const F prev_scale_mul_2(prev_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
@@ -589,7 +593,8 @@ struct rprop_float16 {
             I prev_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -700,7 +705,8 @@ struct rprop_float16 {
             const I prev_scale_sub(prev_scale_sub_kept[b]);
             const I step_size_scale(step_size_scale_kept[b]);
             const F prev_scale_mul_2(prev_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);

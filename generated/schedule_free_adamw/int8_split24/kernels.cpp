@@ -95,7 +95,8 @@ struct schedule_free_adamw_float32 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -122,7 +123,8 @@ struct schedule_free_adamw_float32 {
 
         // -- elements: decode, update  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
@@ -170,7 +172,8 @@ struct schedule_free_adamw_float32 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
@@ -301,7 +304,8 @@ struct schedule_free_adamw_bfloat16 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -329,7 +333,8 @@ struct schedule_free_adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -383,7 +388,8 @@ struct schedule_free_adamw_bfloat16 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
@@ -540,7 +546,8 @@ struct schedule_free_adamw_float16 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -568,7 +575,8 @@ struct schedule_free_adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -642,7 +650,8 @@ struct schedule_free_adamw_float16 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add;

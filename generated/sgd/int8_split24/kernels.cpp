@@ -219,7 +219,8 @@ struct sgd_float32_has_momentum {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
@@ -260,7 +261,8 @@ struct sgd_float32_has_momentum {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul_2(momentum_buffer_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2), 3200.0f));
@@ -363,7 +365,8 @@ struct sgd_bfloat16_has_momentum {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
@@ -388,7 +391,8 @@ struct sgd_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgd.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -420,7 +424,8 @@ struct sgd_bfloat16_has_momentum {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul_2(momentum_buffer_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2), 3200.0f));
@@ -546,7 +551,8 @@ struct sgd_float16_has_momentum {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
@@ -612,7 +618,8 @@ struct sgd_float16_has_momentum {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul_2(momentum_buffer_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_scale_mul_2), 3200.0f));
@@ -759,7 +766,8 @@ struct sgd_float32_nesterov_has_momentum {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -804,7 +812,8 @@ struct sgd_float32_nesterov_has_momentum {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
@@ -914,7 +923,8 @@ struct sgd_bfloat16_nesterov_has_momentum {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -964,7 +974,8 @@ struct sgd_bfloat16_nesterov_has_momentum {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
@@ -1099,7 +1110,8 @@ struct sgd_float16_nesterov_has_momentum {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -1169,7 +1181,8 @@ struct sgd_float16_nesterov_has_momentum {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));

@@ -76,7 +76,8 @@ struct sgdp_float32_no_projected {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -118,7 +119,8 @@ struct sgdp_float32_no_projected {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -223,7 +225,8 @@ struct sgdp_bfloat16_no_projected {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -245,7 +248,8 @@ struct sgdp_bfloat16_no_projected {
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -276,7 +280,8 @@ struct sgdp_bfloat16_no_projected {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -407,7 +412,8 @@ struct sgdp_float16_no_projected {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -429,7 +435,8 @@ struct sgdp_float16_no_projected {
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -480,7 +487,8 @@ struct sgdp_float16_no_projected {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -629,7 +637,8 @@ struct sgdp_float32_nesterov_no_projected {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -671,7 +680,8 @@ struct sgdp_float32_nesterov_no_projected {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -782,7 +792,8 @@ struct sgdp_bfloat16_nesterov_no_projected {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -805,7 +816,8 @@ struct sgdp_bfloat16_nesterov_no_projected {
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -838,7 +850,8 @@ struct sgdp_bfloat16_nesterov_no_projected {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -975,7 +988,8 @@ struct sgdp_float16_nesterov_no_projected {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -998,7 +1012,8 @@ struct sgdp_float16_nesterov_no_projected {
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1051,7 +1066,8 @@ struct sgdp_float16_nesterov_no_projected {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -1219,7 +1235,8 @@ struct sgdp_float32_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1262,7 +1279,8 @@ struct sgdp_float32_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -1528,7 +1546,8 @@ struct sgdp_float32_7 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
@@ -1918,7 +1937,8 @@ struct sgdp_bfloat16_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1965,7 +1985,8 @@ struct sgdp_bfloat16_1 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -2255,7 +2276,8 @@ struct sgdp_bfloat16_7 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -2621,7 +2643,8 @@ struct sgdp_float16_1 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2645,7 +2668,8 @@ struct sgdp_float16_1 {
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U16 p_stored = raw(p_at + i);
@@ -2683,7 +2707,8 @@ struct sgdp_float16_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -2756,7 +2781,8 @@ struct sgdp_float16_7 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -2997,7 +3023,8 @@ struct sgdp_float32_nesterov_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
@@ -3197,7 +3224,8 @@ struct sgdp_float32_nesterov_7 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -3244,7 +3272,8 @@ struct sgdp_float32_nesterov_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -3513,7 +3542,8 @@ struct sgdp_bfloat16_nesterov_1 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
@@ -3755,7 +3785,8 @@ struct sgdp_bfloat16_nesterov_7 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3778,7 +3809,8 @@ struct sgdp_bfloat16_nesterov_7 {
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -3816,7 +3848,8 @@ struct sgdp_bfloat16_nesterov_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -4153,7 +4186,8 @@ struct sgdp_float16_nesterov_1 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -4262,7 +4296,8 @@ struct sgdp_float16_nesterov_7 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -4285,7 +4320,8 @@ struct sgdp_float16_nesterov_7 {
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -4343,7 +4379,8 @@ struct sgdp_float16_nesterov_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));

@@ -86,7 +86,8 @@ struct sm3_float32_no_factored {
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -148,7 +149,8 @@ struct sm3_float32_no_factored {
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const I accumulator_offset = lshr(noise, 8) + g_add;
@@ -258,7 +260,8 @@ struct sm3_bfloat16_no_factored {
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -326,7 +329,8 @@ struct sm3_bfloat16_no_factored {
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const I accumulator_offset = lshr(noise, 8) + g_add;
@@ -462,7 +466,8 @@ struct sm3_float16_no_factored {
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -550,7 +555,8 @@ struct sm3_float16_no_factored {
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const I accumulator_offset = lshr(noise, 8) + g_add;
@@ -721,7 +727,8 @@ struct sm3_float32_has_momentum_no_factored {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -801,7 +808,8 @@ struct sm3_float32_has_momentum_no_factored {
             const I g_sub(g_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -941,7 +949,8 @@ struct sm3_bfloat16_has_momentum_no_factored {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -977,7 +986,8 @@ struct sm3_bfloat16_has_momentum_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1033,7 +1043,8 @@ struct sm3_bfloat16_has_momentum_no_factored {
             const I g_sub(g_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1199,7 +1210,8 @@ struct sm3_float16_has_momentum_no_factored {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1235,7 +1247,8 @@ struct sm3_float16_has_momentum_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1311,7 +1324,8 @@ struct sm3_float16_has_momentum_no_factored {
             const I g_sub(g_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1791,7 +1805,8 @@ struct sm3_float32_has_momentum_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1835,7 +1850,8 @@ struct sm3_float32_has_momentum_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -2078,7 +2094,8 @@ struct sm3_bfloat16_has_momentum_1 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2104,7 +2121,8 @@ struct sm3_bfloat16_has_momentum_1 {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -2134,7 +2152,8 @@ struct sm3_bfloat16_has_momentum_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
@@ -2406,7 +2425,8 @@ struct sm3_float16_has_momentum_1 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2432,7 +2452,8 @@ struct sm3_float16_has_momentum_1 {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -2482,7 +2503,8 @@ struct sm3_float16_has_momentum_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));

@@ -116,7 +116,8 @@ struct stable_adamw_float32_1 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -186,7 +187,8 @@ struct stable_adamw_float32_1 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -221,7 +223,8 @@ struct stable_adamw_float32_1 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -327,7 +330,8 @@ struct stable_adamw_float32_3 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -568,7 +572,8 @@ struct stable_adamw_bfloat16_1 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -639,7 +644,8 @@ struct stable_adamw_bfloat16_1 {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -674,7 +680,8 @@ struct stable_adamw_bfloat16_1 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -800,7 +807,8 @@ struct stable_adamw_bfloat16_3 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -1062,7 +1070,8 @@ struct stable_adamw_float16_3 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);

@@ -76,7 +76,8 @@ struct tiger_float32 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -118,7 +119,8 @@ struct tiger_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
@@ -222,7 +224,8 @@ struct tiger_bfloat16 {
             fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -244,7 +247,8 @@ struct tiger_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/tiger.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -275,7 +279,8 @@ struct tiger_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
@@ -404,7 +409,8 @@ struct tiger_float16 {
             fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -426,7 +432,8 @@ struct tiger_float16 {
 
         // -- elements: decode, update, encode  (specs/tiger.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -477,7 +484,8 @@ struct tiger_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
