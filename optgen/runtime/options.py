@@ -92,7 +92,8 @@ def _plan(cls: Any, option: object) -> plans.PlanOption:
     if isinstance(option, Mapping) and all(isinstance(k, str) and isinstance(v, str) for k, v in option.items()):
         for dtype, name in option.items():
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise ValueError(f"{cls.__name__}: plan names an unknown parameter dtype {dtype!r}")
+                want = "use float32, bfloat16 or float16"
+                raise ValueError(f"{cls.__name__}: plan names an unknown parameter dtype {dtype!r}; {want}")
             plans.load(cls, name)
         return dict(option)
     raise TypeError(
