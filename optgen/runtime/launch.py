@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +41,7 @@ from optgen.runtime import (
 )
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
+from optgen.runtime.warn import warn
 from optgen.runtime.workspace import Workspace, matrices
 
 TILES = 4
@@ -587,7 +587,7 @@ def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Co
 
 @functools.cache
 def _warn_slow(reason: str) -> None:
-    warnings.warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}", stacklevel=2)
+    warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}")
 
 
 def meaning(option: str) -> str:
