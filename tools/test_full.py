@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -43,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import rich.progress  # noqa: E402
 import torch  # noqa: E402
 
-from tests import product  # noqa: E402
+from tests import interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
 
 DOC = ROOT / "docs" / "test-full.md"
@@ -75,7 +76,8 @@ def run_cell(cell: Cell) -> Outcome:
     """Compiles and runs one cell; in a process that interprets Triton."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # numpy's, of the interpreter casting lanes that are not selected
-    with tempfile.TemporaryDirectory() as folder:
+    interpreter.quicken()
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, OPTGEN_CACHE=folder):
         try:
             reports = product.check(cell, Path(folder), steps=STEPS)
             stages = product.takes_stages(cell)
