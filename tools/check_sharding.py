@@ -36,7 +36,7 @@ import generated  # noqa: E402
 import optgen  # noqa: E402
 from optgen.driver import targets  # noqa: E402
 from optgen.ops import dtypes  # noqa: E402
-from optgen.runtime import checkpoint, files, sharding  # noqa: E402
+from optgen.runtime import checkpoint, files, optimizer, sharding  # noqa: E402
 from optgen.verify.differential import Values, compare, enclose, oracle  # noqa: E402
 from optgen.verify.intervals import FAST  # noqa: E402
 from tests.harness import plan_of, spec_of  # noqa: E402
@@ -481,6 +481,69 @@ def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
 
 
 @case(2)
+def a_step_that_broke_off(here: Here) -> None:
+    """Made again, it steps what was left: parts that no rank waits for, and what ranks work on together; where one rank
+    has made a step that another has not, that is said."""
+    mesh = here.mesh(2)
+    # Halves of the vector cut blocks: all ranks step all of it.  The second group makes a second launch.
+    pieces = rows(here, mesh, [(4160,), (97, 130), (64, 256)], torch.bfloat16)
+    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24", backend="reference")
+    for opt, params in ((runs.one, runs.alone), (runs.many, runs.parts)):
+        del opt.param_groups[0]["params"][2]
+        opt.add_param_group({"params": params[2:]})
+    runs.step()
+    launch, left = optimizer.run_reference, [0]
+
+    def fails_once(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError("injected")
+        launch(*args)
+
+    def broken(opt: Any, at: int) -> None:
+        left[0] = at
+        optimizer.run_reference = fails_once
+        try:
+            with refused(OSError, "injected"):
+                opt.step()
+        finally:
+            optimizer.run_reference = launch
+
+    def give(but: int | None = None) -> None:
+        for k, (piece, p, q) in enumerate(zip(pieces, runs.alone, runs.parts, strict=True)):
+            g = here.values(*piece.value.shape, dtype=piece.value.dtype)
+            of = sharding.layout_of(q)
+            p.grad, q.grad = g, None if k == but else sharding.wrapped(sharding.part_of(g, of), of)  # nothing is sent
+
+    give()
+    broken(runs.many, 2)
+    runs.one.step()
+    runs.many.step()
+    runs.same()
+    # The vector's gradient is rank 1's alone: rank 0 makes its step with zeros.
+    give(but=0 if here.rank == 0 else None)
+    g = runs.alone[0].grad.clone()
+    g[: 4160 // 2] = 0
+    runs.alone[0].grad = g
+    broken(runs.many, 1)
+    runs.one.step()
+    runs.many.step()
+    runs.same()
+    # Rank 0 breaks off, rank 1 does not and goes on.
+    give()
+    if here.rank == 0:
+        broken(runs.many, 1)
+        runs.many.step()
+    else:
+        runs.many.step()
+        give()
+        kept = [p.to_local().clone() for p in runs.parts]
+        with refused(RuntimeError, "parameter 0 (bfloat16 [4160]) made its step on other ranks", "have parted"):
+            runs.many.step()
+        assert all(torch.equal(p.to_local(), old) for p, old in zip(runs.parts, kept, strict=True))
+
+
+@case(2)
 def kernels_over_parts(here: Here) -> None:
     """The kernels of the backend alone, over few elements: Triton's interpreter takes its time."""
     mesh = here.mesh(2)
@@ -546,6 +609,26 @@ def replicas_stay_alike(here: Here) -> None:
             everywhere(value if isinstance(value, Tensor) else torch.tensor(value))
 
 
+@case(2)
+def states_by_rank(here: Here) -> None:
+    """ZeroRedundancyOptimizer: each rank steps its share of the parameters as one optimizer steps them all."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    models = [nn.parallel.DistributedDataParallel(built(here)) for _ in range(2)]
+    options = {"lr": 1e-2, "plan": "fp32", "backend": here.backend}
+    zero = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=generated.AdamW, **options)
+    usual = generated.AdamW(models[1].parameters(), **options)
+    for _ in range(2):
+        x = here.values(2, 16, 64)[here.rank]
+        for model, opt in zip(models, (zero, usual), strict=True):
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        alike(q.detach(), p.detach(), "the weight")
+    assert 0 < len(zero.optim.state) < len(usual.state)
+
+
 @case(2, 4)
 def fully_sharded(here: Here) -> None:
     """fully_shard, alone and with tensor parallelism: the bits of one rank that has the same gradients."""
@@ -580,6 +663,61 @@ def fully_sharded(here: Here) -> None:
                 if isinstance(value, Tensor):
                     alike(value, opt.state[p][key], f"{key} of {name}")
                     assert isinstance(opt.state[p][key], DTensor)
+
+
+@case(2, 3)
+def gradients_released(here: Here) -> None:
+    """Updates within the backward of fully_shard, clipped, of micro-batches: bit for bit those of ordinary steps."""
+    from torch.distributed.fsdp import fully_shard
+
+    from optgen.accumulate import accumulator
+
+    def sharded(dtype: torch.dtype) -> Model:
+        model = built(here).to(dtype)
+        fully_shard(model.up)
+        fully_shard(model)
+        return model
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cases: list[tuple[str, str, torch.dtype, dict[str, Any]]] = [("AdamW", "int8_split24", bf16, {})]
+    if here.world == 2:  # the order of a sum over more ranks depends on what is sent beside it
+        in_fp32 = {"accumulate": 2, "accumulator": accumulator("fp32"), "clip": 1e-3}
+        cases += [
+            ("AdamW", "int8", fp32, in_fp32),
+            ("LAMB", "int8_split24", bf16, {"accumulate": 2}),
+            ("CAME", "fp32", fp32, {}),
+            ("Muon", "int8_split24", bf16, {}),
+        ]
+    for name, plan, dtype, options in cases:
+        model, other = sharded(dtype), sharded(dtype)
+        ours, theirs = (
+            [(key, p) for key, p in m.named_parameters() if p.ndim > 1 or name != "CAME"] for m in (model, other)
+        )
+        opt, usual = (getattr(generated, name)(found, plan=plan, backend=here.backend) for found in (ours, theirs))
+        handle = opt.release_gradients(model, **options)
+        micro = options.get("accumulate", 1)
+        for _ in range(2):
+            for k in range(micro):
+                x = here.values(here.world, 16, 64, dtype=dtype)[here.rank]  # another batch on each rank
+                for m in (model, other):
+                    m(x).float().square().mean().backward()
+                waits = k + 1 < micro and "accumulator" not in options
+                assert all((p.grad is not None) == waits for _, p in ours), (name, k)
+            if "clip" in options:
+                for _, p in theirs:
+                    nn.utils.clip_grad_norm_([p], options["clip"])
+            for m, o in ((model, opt), (other, usual)):
+                o.step()
+                m.zero_grad()
+        for (key, p), (_, q) in zip(ours, theirs, strict=True):
+            what = f"{key} under {name}"
+            assert torch.equal(p.to_local(), q.to_local()), what
+            assert opt.state[p].keys() == usual.state[q].keys() and opt.state[p]["step"] == 2, what
+            for field_name, value in usual.state[q].items():
+                if isinstance(value, Tensor):
+                    found = opt.state[p][field_name]
+                    assert torch.equal(sharding.local(value), sharding.local(found)), f"{field_name} of {what}"
+        handle.remove()
 
 
 class Tokens(nn.Module):

@@ -775,15 +775,32 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: blocks: parameter {name!r} {error}") from None
 
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
-        """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
+        """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros.
+
+        RuntimeError where other ranks have made a parameter's step, and this one has not.
+        """
         wanted = self._senders(sharded)
         if wanted and control.capturing():
             raise RuntimeError(
                 f"{type(self).__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
                 f"step of this rule over parts of tensors, for which the host waits: leave step() out of the graph"
             )
-        found = sharding.agreed(wanted) if wanted else []
-        return {p: torch.zeros_like(p) for p, has in zip(wanted, found, strict=True) if has and p.grad is None}
+        if not wanted:
+            return {}
+        broke_off = self._broke_off
+        made = [broke_off is not None and broke_off.made(p, p.grad) for p in wanted]
+        found = sharding.agreed(wanted, made)
+        parted = [p for p, has, done in zip(wanted, found, made, strict=True) if has == sharding.MADE and not done]
+        if parted:
+            which = {id(entry.p): entry.name for entry in self._entries()}
+            raise RuntimeError(
+                f"{type(self).__name__}: {state.label(parted[0], which[id(parted[0])])}"
+                + (f" and {len(parted) - 1} more" if len(parted) > 1 else "")
+                + " made its step on other ranks before an error broke that off there, and not on this one: the ranks "
+                "have parted, go on from a checkpoint"
+            )
+        lacking = [p for p, has in zip(wanted, found, strict=True) if has == sharding.TO_MAKE and p.grad is None]
+        return {p: torch.zeros_like(p) for p in lacking}
 
     def _senders(self, sharded: type) -> list[Any]:
         """The trainable parameters in whose step ranks send one another something."""
