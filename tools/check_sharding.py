@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -861,6 +862,48 @@ def flattened(here: Here) -> None:
     with FullyShardedDataParallel.summon_full_params(model):
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             assert torch.equal(p.detach().view(-1), q.detach().view(-1))
+
+
+@case(2)
+def flattened_with_frozen(here: Here) -> None:
+    """Frozen parameters in a flattened group stay as they are; thawed, they step on, or are refused as the others."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def frozen() -> Model:
+        model = built(here)
+        for p in (model.up.weight, model.norm.weight, model.down.bias):
+            p.requires_grad_(False)
+        return model
+
+    device = torch.device("cpu") if here.device == "cpu" else torch.cuda.current_device()
+    model, alone = FullyShardedDataParallel(frozen(), use_orig_params=True, device_id=device), frozen()
+    options = {"lr": 1e-2, "backend": here.backend}
+    opt, one = (generated.AdamW(m.named_parameters(), plan="fp32", **options) for m in (model, alone))
+    with warnings.catch_warnings():  # one rank has nothing but frozen pieces at first, which is no mistake
+        warnings.simplefilter("error", UserWarning)
+        for step in range(4):
+            if step == 2:  # FSDP1 itself takes this up with its next forward
+                for m in (model, alone):
+                    for p in m.parameters():
+                        p.requires_grad_(True)
+            x = here.values(16, 64)
+            for m, o in ((model, opt), (alone, one)):
+                o.zero_grad()
+                m(x).square().mean().backward()
+                o.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p.detach().view(-1), q.detach().view(-1)), name
+    model = FullyShardedDataParallel(built(here).requires_grad_(False), use_orig_params=True, device_id=device)
+    opt = generated.AdamW(model.named_parameters(), plan="int8_split24", **options)
+    for p in model.parameters():
+        p.requires_grad_(True)
+    model(here.values(16, 64)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with refused(ValueError, "was flattened and cut by FullyShardedDataParallel", "fully_shard", "parameter "):
+        opt.step()
+    assert not opt.state
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 class Bag(nn.Module):
