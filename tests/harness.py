@@ -69,29 +69,46 @@ def only(s: Schedule | Step) -> Schedule:
     return stage.schedule
 
 
+def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str, str]:
+    """What `Pair` runs, printed: the reference, the Triton kernel, the host's scalars of both."""
+    names = "Blocks, block_max, block_min, lookup, quotient, rotl, scalars, search, sqrt"
+    text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
+    lines = [*reference.tables([s]), *reference.step_function(Step.of(s), "f")]
+    rendered = wrapper.render(
+        "triton.py.j2",
+        header="",
+        helpers=triton.helpers([kernels]),
+        kernels=[triton.kernel(kernels, "f")],
+        tiles={"f": 256},
+        registers={},
+    )
+    head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
+    scalars = host.scalars_function(s.program, unpack_of(spec), "reference")
+    scalars += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
+    return text + "\n".join(lines) + "\n", rendered, head + "\n".join(scalars) + "\n"
+
+
+def _source(kernels: Schedule) -> str:
+    """The C++ file of this kernel alone."""
+    return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(kernels, "f")])
+
+
+def texts(spec: Spec, s: Schedule | Step) -> list[str]:
+    """All that `Pair` prints for a step that is one kernel."""
+    schedule = only(s)
+    return [*_texts(spec, schedule, schedule), _source(schedule)]
+
+
 class Pair:
     """The reference and the kernel of one schedule, and a set of buffers for each."""
 
     def __init__(self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None) -> None:
         s, kernels = only(s), only(kernels or s)
         self.spec, self.schedule, self.kernels = spec, s, kernels
-        names = "Blocks, block_max, block_min, lookup, quotient, rotl, scalars, search, sqrt"
-        text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
-        lines = [*reference.tables([s]), *reference.step_function(Step.of(s), "f")]
-        self.reference = _module(folder / "ref.py", text + "\n".join(lines) + "\n")
-        rendered = wrapper.render(
-            "triton.py.j2",
-            header="",
-            helpers=triton.helpers([kernels]),
-            kernels=[triton.kernel(kernels, "f")],
-            tiles={"f": 256},
-            registers={},
-        )
-        self.triton = _module(folder / "tri.py", rendered)
-        head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
-        lines = host.scalars_function(s.program, unpack_of(spec), "reference")
-        lines += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
-        self.host = _module(folder / "host.py", head + "\n".join(lines) + "\n")
+        reference_text, triton_text, host_text = _texts(spec, s, kernels)
+        self.reference = _module(folder / "ref.py", reference_text)
+        self.triton = _module(folder / "tri.py", triton_text)
+        self.host = _module(folder / "host.py", host_text)
 
     def buffers(self, shape: tuple[int, ...], weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh state: what stores zero, and a weight."""
@@ -164,7 +181,7 @@ class Pair:
     @cached_property
     def source(self) -> str:
         """The C++ file of this kernel alone."""
-        return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(self.kernels, "f")])
+        return _source(self.kernels)
 
     def run_cpp(
         self,
