@@ -161,10 +161,12 @@ class Pair:
         import triton.language as tl
 
         size, block = triton.tile_elements(self.kernels), self.schedule.program.block
+        numbers = [torch.tensor(x) for x in triton.in_memory([self.kernels.program]).values()]
         table, work, everything = [], [], []
         for row, (buffers, g, stream) in enumerate(tensors):
             ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
             everything += ordered
+            ordered += numbers
             rows, columns = rows_and_columns(g.shape)
             ragged = block > 1 and rows > 1 and columns % block != 0
             count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))

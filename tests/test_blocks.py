@@ -178,7 +178,7 @@ def test_heads_are_found_by_their_names() -> None:
     }  # fmt: skip
     assert set(attention_heads(model.named_parameters(), HEADS).values()) == {HEADS}
     assert optgen.attention_heads is attention_heads
-    adapted = [f"attn.q_proj.{part}" for part in ("base_layer.weight", "lora_A.default.weight", "lora_B.default.weight")]
+    adapted = [f"attn.q_proj.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")]
     assert set(attention_heads([(name, torch.zeros(4, 4)) for name in adapted], 2)) == {adapted[0]}
     with pytest.raises(ValueError, match="no matrix is called as those of queries or keys"):
         attention_heads([(name, torch.zeros(4, 4)) for name in adapted[1:]], 2)

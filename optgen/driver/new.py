@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from optgen.base.errors import UserError
@@ -39,19 +38,14 @@ def {name}(
 
 
 def new(name: str, project: Path | None = None) -> Path:
-    """Writes specs/<name>.py and returns its path; never over a file that is there.
-
-    `name` is in snake_case or CamelCase, with - for _ if wanted.  Raises E409 for a path and for what can be no name.
-    """
+    """Writes specs/<name>.py and returns its path; never over a file that is there."""
     spelled = snake(name)
-    if re.search(r"[^\w-]", name):
-        remedy = "give its name alone, such as my_rule: its file is specs/my_rule.py of the project in this folder"
-        raise UserError("E409", name=name, remedy=remedy)
-    if not is_snake(spelled) or spelled in RESERVED or spelled == "plans":
+    path = name.endswith(".py") or not set(name).isdisjoint("/\\.")
+    if path or not is_snake(spelled) or spelled in RESERVED or spelled == "plans":
         taken = spelled in RESERVED or spelled == "plans"
         remedy = (
             "choose another name: this one is used by generated code or by specs/"
-            if taken
+            if taken and not path
             else "for instance my_rule, or MyRule"
         )
         raise UserError("E409", name=name, remedy=remedy)

@@ -229,7 +229,7 @@ class Plan:
     def _check_words(self) -> None:
         for part, fits, want in (
             ("doc", isinstance(self.doc, str), "a text, the first argument"),
-            ("name", isinstance(self.name, str) and _nameable(self.name), "a Python name without __ in front: it becomes a module"),
+            ("name", isinstance(self.name, str) and _nameable(self.name), "a module's name, without leading __"),
             ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
             ("read_back", isinstance(self.read_back, bool), "True or False"),
             ("forced", isinstance(self.forced, str), "the reason, a text"),
