@@ -17,7 +17,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from optgen.backends.idioms import idiom
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, with_comments, wrapped
+from optgen.backends.printer import (
+    ATOM,
+    Printer,
+    Spelling,
+    Text,
+    comment_of,
+    taken_away,
+    whole,
+    with_comments,
+    with_more,
+    wrapped,
+)
 from optgen.ir.node import Node, is_const, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Store
 from optgen.ops import spaces
@@ -69,7 +80,7 @@ def literal(value: float | int | bool) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
-        return "INT32_MIN" if value == -(2**31) else str(value)
+        return "INT32_MIN" if value == -(2**31) else whole(value)
     if math.isnan(value):
         return "NAN"
     if math.isinf(value):
@@ -103,7 +114,7 @@ class CppPrinter(Printer):
             return super().express(node)
         text = f"{found.helper}({', '.join(self.text(a) for a in found.args)})"
         if found.plus:
-            return f"{text} + {literal(found.plus)}", 10
+            return with_more(text, literal(found.plus)), 10
         return text, ATOM
 
 
@@ -116,7 +127,9 @@ def _infix(p: Printer, n: Node) -> Text:
         sign, level = _INFIX["or"]  # masked and put together in one instruction, where there is one for three operands
     if a.op == "const" and b.op == "const":  # neither is a vector: nothing to overload the operator
         return f"{type_of(a.dtype)}({literal(a.attr)}) {sign} {p.text(b, level + 1)}", level
-    return f"{p.text(a, level)} {sign} {p.text(b, level + 1)}", level
+    less = taken_away(n) if sign == "+" else None
+    shown = f"- {p.text(less)}" if less is not None else f"{sign} {p.text(b, level + 1)}"
+    return f"{p.text(a, level)} {shown}", level
 
 
 def _apart(p: Printer, n: Node, plus: int) -> bool:

@@ -191,6 +191,8 @@ def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
     out: dict[str, Found] = {}
     for key, value in vars(load(file)).items():
         if isinstance(value, kind) and not key.startswith("_") and _is_from(value, file):
+            if isinstance(value, Plan):
+                value.check_name()
             out.setdefault(value.name, value)
     return out
 
