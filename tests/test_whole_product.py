@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from optgen.driver import emit, targets
+from optgen.runtime import native
 from tests import product
 from tests.product import PARAMS, Cell, plan_of, spec_of
 
@@ -145,6 +146,30 @@ def test_kernels_of_one_meaning_have_one_fingerprint(tool: ModuleType, tmp_path:
     assert len({first, *others}) == 6
     with pytest.raises(ValueError, match="by name"):
         printed(masked="MASKED=False")
+
+
+def test_what_a_kernel_gave_is_there_for_other_processes(tool: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "build" / "kernels.sqlite"
+    one, other = tool.kept.CompiledKernels(path), tool.kept.CompiledKernels(path)
+    one.put("a", 16, 0)
+    assert other.get("a") == (16, 0) and other.get("b") is None
+    other.put("a", 0, 4)  # two that began at once
+    assert one.get("a") == (0, 4)
+    one.close()
+    other.close()
+
+
+def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
+    """The others differ in optimization alone: nothing that decides bits is left out."""
+    cells = [Cell(spec, plan, param) for spec in product.SPECS for plan in product.PLANS for param in PARAMS]
+    assert 1 / 9 < sum(map(product.optimized, cells)) / len(cells) < 1 / 7
+    users = native.FLAGS
+    for cell in (next(c for c in cells if product.optimized(c) == wanted) for wanted in (False, True)):
+        with product.compiled_for(cell):
+            ours = native.FLAGS
+        same = set(users) - {"-O3"} - {flag for flag in users if flag.startswith("-W")}
+        assert ours == users if product.optimized(cell) else same <= set(ours) and "-O3" not in ours
+    assert users is native.FLAGS
 
 
 def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
