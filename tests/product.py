@@ -108,17 +108,21 @@ def daily_pairs() -> list[tuple[str, str]]:
     return [(s, p) for s, p in pairs() if p == DEFAULT or s == "adamw"]
 
 
+def cells_of(spec: str, plan: str) -> Iterator[Cell]:
+    """All cells of a pair, also those that no tensor falls into (`is_met`)."""
+    for flags, param in itertools.product(settings_of(spec), PARAMS):
+        yield Cell(spec, plan, param, flags)
+        small = Cell(spec, plan, param, flags, small=True)
+        if has_small(small):
+            yield small
+        vector = Cell(spec, plan, param, flags, vector=True)
+        if has_vector(vector):
+            yield vector
+
+
 def full_cells() -> Iterator[Cell]:
     """The whole product, also the cells that no tensor falls into (`is_met`)."""
-    for spec, plan in pairs():
-        for flags, param in itertools.product(settings_of(spec), PARAMS):
-            yield Cell(spec, plan, param, flags)
-            small = Cell(spec, plan, param, flags, small=True)
-            if has_small(small):
-                yield small
-            vector = Cell(spec, plan, param, flags, vector=True)
-            if has_vector(vector):
-                yield vector
+    return (cell for spec, plan in pairs() for cell in cells_of(spec, plan))
 
 
 def is_met(cell: Cell) -> bool:
@@ -149,10 +153,14 @@ def has_vector(cell: Cell) -> bool:
     return storage.matrix is not None and not needs_matrix(spec, flags)
 
 
-def sample(cells: Iterable[Cell], count: int, seed: int) -> list[Cell]:
-    """`count` of the cells, drawn by seed."""
-    listed = list(cells)
-    return random.Random(seed).sample(listed, min(count, len(listed)))
+def sample(count: int, seed: int, besides: Iterable[Cell] = ()) -> list[Cell]:
+    """A cell of each of `count` pairs, drawn by seed; none of `besides`.  Every rule has to fit every plan."""
+    draw, left = random.Random(seed), set(besides)
+    drawn = []
+    for spec, plan in draw.sample(list(itertools.product(SPECS, PLANS)), count):
+        rest = [cell for cell in cells_of(spec, plan) if cell not in left and is_met(cell)]
+        drawn += [draw.choice(rest)] if rest else []
+    return drawn
 
 
 def flags_of(cell: Cell) -> dict[str, bool]:

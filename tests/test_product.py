@@ -2,7 +2,7 @@
 
 Daily: every rule under the default plan with all its flags in bf16, and without them in fp32 or in fp16 (AdamW in
 both), every plan under AdamW, and a sample of the rest, drawn by OPTGEN_SAMPLE_SEED (printed at the end of the run).
-The whole product is marked `full`.
+The whole product is run by tools/test_full.py.
 """
 
 from __future__ import annotations
@@ -32,16 +32,12 @@ def daily_cells() -> list[Cell]:
     return list(dict.fromkeys([*flags, *params, *plans]))
 
 
-def cells() -> list[object]:
-    """All of the product; what is not for every day is marked."""
+def cells() -> list[Cell]:
     daily = daily_cells()
-    rest = [cell for cell in product.full_cells() if cell not in set(daily) and product.is_met(cell)]
-    sampled = set(product.sample(rest, SAMPLED, int(os.environ["OPTGEN_SAMPLE_SEED"])))
-    marked = [pytest.param(c, id=str(c), marks=() if c in sampled else pytest.mark.full) for c in rest]
-    return [*(pytest.param(c, id=str(c)) for c in daily), *marked]
+    return [*daily, *product.sample(SAMPLED, int(os.environ["OPTGEN_SAMPLE_SEED"]), besides=daily)]
 
 
-@pytest.mark.parametrize("cell", cells())
+@pytest.mark.parametrize("cell", cells(), ids=str)
 def test_a_cell_is_right(cell: Cell, tmp_path: Path) -> None:
     """Its kernel is its reference, and each step is within its bound, which is there for every element.
 
