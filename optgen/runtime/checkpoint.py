@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -113,7 +113,7 @@ def read(
     Nothing in the result is shared with `saved` but Python's immutable values.  ValueError lists all misfits.
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
-    saved_groups, saved_state = _parts(saved, misfits)
+    saved_groups, saved_state = parts(saved, misfits)
     old = _before_axes(saved_groups)
     saved_groups, saved_state = _present(saved_groups, saved_state, misfits)
     order = _match(groups, saved_groups, misfits)
@@ -193,7 +193,8 @@ def opened(cls: Any, saved: Any) -> dict[str, Any]:
     return dict(saved)
 
 
-def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+    """(groups, states by the parameters' numbers) of a state dict; ValueError where it is built otherwise."""
     groups, entries = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, Sequence) or not all(
         isinstance(g, Mapping) and isinstance(g.get("params"), Sequence) for g in groups
@@ -203,10 +204,15 @@ def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str
         misfits.add("expected 'state': a dict by parameter number")
     misfits.stop()
     assert isinstance(groups, Sequence) and isinstance(entries, Mapping)
+    seen: set[Any] = set()
     for i, group in enumerate(groups):
         for number in group["params"]:
-            if not isinstance(number, Hashable) or isinstance(number, Tensor):
+            if not _is_key(number):
                 misfits.add(f"group {i}: expected numbers of parameters in 'params', got {_short(number)}")
+            elif number in seen:
+                misfits.add(f"group {i}: expected each parameter once in 'params', {_short(number)} is there again")
+            else:
+                seen.add(number)
         names = group.get("param_names")
         if names is None:
             continue
@@ -216,6 +222,22 @@ def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str
             misfits.add(f"group {i}: expected {len(group['params'])} names in 'param_names', got {len(names)}")
     misfits.stop()
     return list(groups), entries
+
+
+def _is_key(number: object) -> bool:
+    """Whether a dict finds it by its value."""
+    if isinstance(number, Tensor):
+        return False
+    try:
+        hash(number)
+    except TypeError:
+        return False
+    return True
+
+
+def has_values(value: Tensor) -> bool:
+    """Whether a tensor has memory with a place for each of its elements."""
+    return value.layout is torch.strided and not value.is_meta
 
 
 def _is_there(entry: object) -> bool:
@@ -427,6 +449,11 @@ def _load_one(
     found = {key: value for key, value in entry.items() if value is not None}
     if not found:
         return None
+    for key, value in found.items():
+        if isinstance(value, Tensor) and not has_values(value):
+            kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+            misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
+            return None
     try:
         plan_name, plan, variant = select(cls, group, p, label)
         errors = None if own else found.get("error_bits")

@@ -66,14 +66,20 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
         found["backend"] = group["backend"]
     if "plan" in group:
         found["plan"] = _plan(cls, group["plan"])
-    if group.get("overrides"):
+    if _said(group, "overrides"):
         found["overrides"] = overrides.recorded(cls, group["overrides"])
-    if cls.BLOCKS and group.get("blocks"):
+    if cls.BLOCKS and _said(group, "blocks"):
         found["blocks"] = blocks.recorded(cls, group["blocks"])
     for name, reason in REFUSED.items():
-        if group.get(name):
-            raise ValueError(f"{owner} does not support {name}=True: {reason}")
+        if _said(group, name):
+            raise ValueError(f"{owner} does not support {name}={group[name]!r:.80}: {reason}")
     return found
+
+
+def _said(group: Mapping[str, Any], name: str) -> bool:
+    """Whether an option is there and not empty or off; a tensor, which may have no truth, never is."""
+    value = group.get(name)
+    return isinstance(value, torch.Tensor) or bool(value)
 
 
 def _switch(value: object, name: str, owner: str) -> bool:

@@ -103,7 +103,7 @@ struct adadelta_bfloat16 {
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
         }

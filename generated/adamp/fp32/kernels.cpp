@@ -102,7 +102,7 @@ struct adamp_bfloat16_no_projected {
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -243,7 +243,7 @@ struct adamp_bfloat16_nesterov_no_projected {
             const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -858,7 +858,7 @@ struct adamp_bfloat16_7 {
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -1489,7 +1489,7 @@ struct adamp_bfloat16_nesterov_7 {
             const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }

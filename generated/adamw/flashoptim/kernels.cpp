@@ -77,7 +77,8 @@ struct adamw_float32 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -130,7 +131,8 @@ struct adamw_float32 {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
@@ -201,7 +203,8 @@ struct adamw_bfloat16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -225,7 +228,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -242,7 +246,7 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept_ = min(I(2143289344), p_x_bits) + p_carry >> 16;
+                const I p_kept_ = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
                 const F p_weight_2 = widened(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
@@ -252,7 +256,7 @@ struct adamw_bfloat16 {
                 const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -283,7 +287,8 @@ struct adamw_bfloat16 {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
@@ -354,7 +359,8 @@ struct adamw_float16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -378,7 +384,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -434,7 +441,8 @@ struct adamw_float16 {
             const F g_mul(g_mul_kept[b]);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
@@ -515,7 +523,8 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -587,7 +596,8 @@ struct adamw_float32_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
@@ -673,7 +683,8 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -708,7 +719,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -725,7 +737,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept_ = min(I(2143289344), p_x_bits) + p_carry >> 16;
+                const I p_kept_ = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
                 const F p_weight_2 = widened(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
@@ -735,7 +747,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -774,7 +786,8 @@ struct adamw_bfloat16_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
@@ -860,7 +873,8 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -895,7 +909,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -959,7 +974,8 @@ struct adamw_float16_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);

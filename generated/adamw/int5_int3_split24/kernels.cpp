@@ -72,12 +72,12 @@ struct adamw_float32 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -103,7 +103,8 @@ struct adamw_float32 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -158,7 +159,8 @@ struct adamw_float32 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -197,7 +199,8 @@ struct adamw_float32 {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -316,12 +319,12 @@ struct adamw_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -349,7 +352,8 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -385,7 +389,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -395,7 +400,7 @@ struct adamw_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -418,7 +423,8 @@ struct adamw_bfloat16 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -456,7 +462,8 @@ struct adamw_bfloat16 {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -506,12 +513,12 @@ struct adamw_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -538,7 +545,7 @@ struct adamw_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -601,12 +608,12 @@ struct adamw_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -634,7 +641,8 @@ struct adamw_float16 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -670,7 +678,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -723,7 +732,8 @@ struct adamw_float16 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -761,7 +771,8 @@ struct adamw_float16 {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -811,12 +822,12 @@ struct adamw_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -936,12 +947,12 @@ struct adamw_float32_amsgrad {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -973,7 +984,8 @@ struct adamw_float32_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1053,7 +1065,8 @@ struct adamw_float32_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1074,7 +1087,8 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
@@ -1108,7 +1122,8 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -1247,12 +1262,12 @@ struct adamw_bfloat16_amsgrad {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1286,7 +1301,8 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1335,7 +1351,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1345,7 +1362,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_peak_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1380,7 +1397,8 @@ struct adamw_bfloat16_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1401,7 +1419,8 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
@@ -1434,7 +1453,8 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -1489,12 +1509,12 @@ struct adamw_bfloat16_amsgrad_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1524,7 +1544,7 @@ struct adamw_bfloat16_amsgrad_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1599,12 +1619,12 @@ struct adamw_float16_amsgrad {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1638,7 +1658,8 @@ struct adamw_float16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1687,7 +1708,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1752,7 +1774,8 @@ struct adamw_float16_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1773,7 +1796,8 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
                 const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
@@ -1806,7 +1830,8 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
@@ -1861,12 +1886,12 @@ struct adamw_float16_amsgrad_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);

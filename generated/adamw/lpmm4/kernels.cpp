@@ -121,7 +121,8 @@ struct adamw_float32_vector {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -147,7 +148,8 @@ struct adamw_float32_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -182,7 +184,8 @@ struct adamw_float32_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -243,7 +246,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -309,7 +312,8 @@ struct adamw_bfloat16_vector {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -336,7 +340,8 @@ struct adamw_bfloat16_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -346,7 +351,7 @@ struct adamw_bfloat16_vector {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -374,7 +379,8 @@ struct adamw_bfloat16_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -499,7 +505,8 @@ struct adamw_float16_vector {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -526,7 +533,8 @@ struct adamw_float16_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -562,7 +570,8 @@ struct adamw_float16_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -703,7 +712,8 @@ struct adamw_float32_amsgrad_vector {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -739,7 +749,8 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -783,7 +794,8 @@ struct adamw_float32_amsgrad_vector {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
@@ -854,7 +866,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -934,7 +946,8 @@ struct adamw_bfloat16_amsgrad_vector {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -971,7 +984,8 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -981,7 +995,7 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -1018,7 +1032,8 @@ struct adamw_bfloat16_amsgrad_vector {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
@@ -1167,7 +1182,8 @@ struct adamw_float16_amsgrad_vector {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -1204,7 +1220,8 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1249,7 +1266,8 @@ struct adamw_float16_amsgrad_vector {
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
@@ -1369,7 +1387,8 @@ struct adamw_float32_2 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -1386,7 +1405,8 @@ struct adamw_float32_2 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
@@ -1420,7 +1440,8 @@ struct adamw_float32_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
                 const F g_abs = abs(exp_avg_number);
@@ -1550,7 +1571,8 @@ struct adamw_float32_6 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
@@ -1664,7 +1686,8 @@ struct adamw_bfloat16_2 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -1682,7 +1705,8 @@ struct adamw_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
@@ -1700,7 +1724,7 @@ struct adamw_bfloat16_2 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(row_max_for_exp_avg_sq_row_top_at + i, exp_avg_sq);
             }
         }
@@ -1720,7 +1744,8 @@ struct adamw_bfloat16_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
                 const F g_abs = abs(exp_avg_number);
@@ -1771,7 +1796,8 @@ struct adamw_bfloat16_6 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
@@ -1861,7 +1887,8 @@ struct adamw_float16_2 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -1879,7 +1906,8 @@ struct adamw_float16_2 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
@@ -1915,7 +1943,8 @@ struct adamw_float16_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
                 const F g_abs = abs(exp_avg_number);
@@ -2044,7 +2073,8 @@ struct adamw_float32_amsgrad_2 {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -2061,7 +2091,8 @@ struct adamw_float32_amsgrad_2 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = Grad::load(g_at + i);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
@@ -2104,7 +2135,8 @@ struct adamw_float32_amsgrad_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
                 const F g_abs = abs(exp_avg_number);
@@ -2272,7 +2304,8 @@ struct adamw_float32_amsgrad_6 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
@@ -2422,7 +2455,8 @@ struct adamw_bfloat16_amsgrad_2 {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -2440,7 +2474,8 @@ struct adamw_bfloat16_amsgrad_2 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
@@ -2466,7 +2501,7 @@ struct adamw_bfloat16_amsgrad_2 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(row_max_for_exp_avg_sq_row_top_at + i, exp_avg_sq);
                 store(row_max_for_max_exp_avg_sq_row_top_at + i, max_exp_avg_sq);
             }
@@ -2487,7 +2522,8 @@ struct adamw_bfloat16_amsgrad_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
                 const F g_abs = abs(exp_avg_number);
@@ -2554,7 +2590,8 @@ struct adamw_bfloat16_amsgrad_6 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
@@ -2673,7 +2710,8 @@ struct adamw_float16_amsgrad_2 {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -2691,7 +2729,8 @@ struct adamw_float16_amsgrad_2 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
@@ -2736,7 +2775,8 @@ struct adamw_float16_amsgrad_2 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
                 const F g_abs = abs(exp_avg_number);

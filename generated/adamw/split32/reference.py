@@ -51,14 +51,14 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777472 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
@@ -102,14 +102,14 @@ def adamw_bfloat16(
     p_word = torch.where(p == p, p.view(torch.int32) + 32768, 2143322112)
     p_low = ((p_word & 65535) - 32768).to(torch.int16)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777472 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -170,14 +170,14 @@ def adamw_float16(
     p_low = p_word & 65535
     p_kept = (p_low - 32768).to(torch.int16)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777472 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 16).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -221,14 +221,14 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777472 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
@@ -280,14 +280,14 @@ def adamw_bfloat16_amsgrad(
     p_word = torch.where(p == p, p.view(torch.int32) + 32768, 2143322112)
     p_low = ((p_word & 65535) - 32768).to(torch.int16)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777472 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
@@ -356,14 +356,14 @@ def adamw_float16_amsgrad(
     p_low = p_word & 65535
     p_kept = (p_low - 32768).to(torch.int16)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777472 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767

@@ -78,7 +78,8 @@ struct adamw_float32 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -102,7 +103,8 @@ struct adamw_float32 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -136,7 +138,8 @@ struct adamw_float32 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -259,7 +262,8 @@ struct adamw_bfloat16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -284,7 +288,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -294,7 +299,7 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -321,7 +326,8 @@ struct adamw_bfloat16 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -382,7 +388,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -448,7 +454,8 @@ struct adamw_float16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -473,7 +480,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -508,7 +516,8 @@ struct adamw_float16 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -646,7 +655,8 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -678,7 +688,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -720,7 +731,8 @@ struct adamw_float32_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
@@ -867,7 +879,8 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -900,7 +913,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -910,7 +924,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -945,7 +959,8 @@ struct adamw_bfloat16_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
@@ -1016,7 +1031,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -1096,7 +1111,8 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -1129,7 +1145,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1172,7 +1189,8 @@ struct adamw_float16_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);

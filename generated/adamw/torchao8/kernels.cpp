@@ -74,7 +74,8 @@ struct adamw_float32 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -98,7 +99,8 @@ struct adamw_float32 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -132,7 +134,8 @@ struct adamw_float32 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -247,7 +250,8 @@ struct adamw_bfloat16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -272,7 +276,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -282,7 +287,7 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -309,7 +314,8 @@ struct adamw_bfloat16 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -366,7 +372,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -428,7 +434,8 @@ struct adamw_float16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -453,7 +460,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -488,7 +496,8 @@ struct adamw_float16 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = g_rcp * exp_avg;
@@ -615,7 +624,8 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -647,7 +657,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -689,7 +700,8 @@ struct adamw_float32_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
@@ -824,7 +836,8 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -857,7 +870,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -867,7 +881,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -902,7 +916,8 @@ struct adamw_bfloat16_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
@@ -968,7 +983,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -1041,7 +1056,8 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -1074,7 +1090,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1117,7 +1134,8 @@ struct adamw_float16_amsgrad {
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);

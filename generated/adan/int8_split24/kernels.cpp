@@ -91,20 +91,20 @@ struct adan_float32 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = word_xor * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777216;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -156,7 +156,8 @@ struct adan_float32 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -218,7 +219,8 @@ struct adan_float32 {
 
         // -- elements: decode, update  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
@@ -293,7 +295,8 @@ struct adan_float32 {
             const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -443,20 +446,20 @@ struct adan_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777232;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -509,7 +512,8 @@ struct adan_bfloat16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -572,7 +576,8 @@ struct adan_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
@@ -583,7 +588,7 @@ struct adan_bfloat16 {
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
                 const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -652,7 +657,8 @@ struct adan_bfloat16 {
             const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -708,12 +714,12 @@ struct adan_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -748,7 +754,7 @@ struct adan_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -828,20 +834,20 @@ struct adan_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777232;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -894,7 +900,8 @@ struct adan_float16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -957,7 +964,8 @@ struct adan_float16 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
@@ -1057,7 +1065,8 @@ struct adan_float16 {
             const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
@@ -1113,12 +1122,12 @@ struct adan_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);

@@ -651,7 +651,7 @@ struct came_bfloat16_15 {
             const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -908,7 +908,7 @@ struct came_bfloat16_no_factored_3 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }

@@ -107,7 +107,7 @@ struct madgrad_bfloat16 {
             const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
             const I p_x_bits = bits(z);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
         }
@@ -248,7 +248,7 @@ struct madgrad_bfloat16_has_momentum {
             const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
             store(x0_at + i, x0);

@@ -62,7 +62,8 @@ struct mars_float32_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 last_grad_code = raw(last_grad_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
@@ -181,12 +182,12 @@ struct mars_float32_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -226,7 +227,8 @@ struct mars_float32_3 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I last_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -322,7 +324,8 @@ struct mars_float32_3 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -361,7 +364,8 @@ struct mars_float32_3 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));
@@ -542,7 +546,8 @@ struct mars_bfloat16_1 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 last_grad_code = raw(last_grad_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
@@ -663,12 +668,12 @@ struct mars_bfloat16_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -710,7 +715,8 @@ struct mars_bfloat16_3 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I last_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -755,7 +761,8 @@ struct mars_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -765,7 +772,7 @@ struct mars_bfloat16_3 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(one_over_sqrt_tensor_sum_of_c_max_one_sqrt, scalar_5, scalar_6), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -819,7 +826,8 @@ struct mars_bfloat16_3 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -857,7 +865,8 @@ struct mars_bfloat16_3 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));
@@ -978,12 +987,12 @@ struct mars_bfloat16_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1015,7 +1024,7 @@ struct mars_bfloat16_small_3 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1104,12 +1113,12 @@ struct mars_float16_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1151,7 +1160,8 @@ struct mars_float16_3 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I last_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -1196,7 +1206,8 @@ struct mars_float16_3 {
 
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1280,7 +1291,8 @@ struct mars_float16_3 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F g_mul(g_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F one_over_sqrt_tensor_sum_of_c_max_one_sqrt = load(one_over_sqrt_tensor_sum_of_c_max_one_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1318,7 +1330,8 @@ struct mars_float16_3 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F one_over_sqrt_tensor_sum_of_c_max_one_mul(one_over_sqrt_tensor_sum_of_c_max_one_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), one_over_sqrt_tensor_sum_of_c_max_one_mul), 3200.0f));
@@ -1376,12 +1389,12 @@ struct mars_float16_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);

@@ -98,7 +98,7 @@ struct muon_bfloat16_no_matrix {
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -322,7 +322,7 @@ struct muon_bfloat16_4 {
             const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -524,7 +524,7 @@ struct muon_bfloat16_no_nesterov_4 {
             const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };

@@ -83,14 +83,14 @@ def nadam_float32(
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777232 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
     exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
@@ -199,14 +199,14 @@ def nadam_bfloat16(
     denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
     p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16781313 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
@@ -278,14 +278,14 @@ def nadam_bfloat16_small(
     denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
     p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -359,14 +359,14 @@ def nadam_float16(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16781313 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -456,14 +456,14 @@ def nadam_float16_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -541,14 +541,14 @@ def nadam_float32_decoupled_weight_decay(
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777232 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
     exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
     exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
@@ -657,14 +657,14 @@ def nadam_bfloat16_decoupled_weight_decay(
     denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
     p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16781313 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
@@ -736,14 +736,14 @@ def nadam_bfloat16_decoupled_weight_decay_small(
     denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
     p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -817,14 +817,14 @@ def nadam_float16_decoupled_weight_decay(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16781313 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -914,14 +914,14 @@ def nadam_float16_decoupled_weight_decay_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096

@@ -129,12 +129,12 @@ struct novograd_float32_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -155,7 +155,8 @@ struct novograd_float32_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -198,7 +199,8 @@ struct novograd_float32_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -427,12 +429,12 @@ struct novograd_bfloat16_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -455,7 +457,8 @@ struct novograd_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -482,14 +485,15 @@ struct novograd_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, exp_avg, p);                           // 26  p = p - lr * exp_avg
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -514,7 +518,8 @@ struct novograd_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -587,12 +592,12 @@ struct novograd_bfloat16_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -614,7 +619,7 @@ struct novograd_bfloat16_small_3 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -671,12 +676,12 @@ struct novograd_float16_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -697,7 +702,8 @@ struct novograd_float16_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -765,7 +771,8 @@ struct novograd_float16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -811,12 +818,12 @@ struct novograd_float16_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -913,12 +920,12 @@ struct novograd_float32_grad_averaging_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -939,7 +946,8 @@ struct novograd_float32_grad_averaging_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -982,7 +990,8 @@ struct novograd_float32_grad_averaging_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -1084,12 +1093,12 @@ struct novograd_bfloat16_grad_averaging_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1112,7 +1121,8 @@ struct novograd_bfloat16_grad_averaging_3 {
             fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -1139,14 +1149,15 @@ struct novograd_bfloat16_grad_averaging_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, exp_avg, p);                           // 26  p = p - lr * exp_avg
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1171,7 +1182,8 @@ struct novograd_bfloat16_grad_averaging_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -1217,12 +1229,12 @@ struct novograd_bfloat16_grad_averaging_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1244,7 +1256,7 @@ struct novograd_bfloat16_grad_averaging_small_3 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1301,12 +1313,12 @@ struct novograd_float16_grad_averaging_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1327,7 +1339,8 @@ struct novograd_float16_grad_averaging_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -1395,7 +1408,8 @@ struct novograd_float16_grad_averaging_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_scale_mul_2), 3200.0f));
@@ -1441,12 +1455,12 @@ struct novograd_float16_grad_averaging_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);

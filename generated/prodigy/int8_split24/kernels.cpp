@@ -161,20 +161,20 @@ struct prodigy_float32_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = word_xor * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777216;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -217,7 +217,8 @@ struct prodigy_float32_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -325,7 +326,8 @@ struct prodigy_float32_2 {
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
@@ -495,7 +497,8 @@ struct prodigy_float32_5 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -888,12 +891,12 @@ struct prodigy_bfloat16_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -914,7 +917,8 @@ struct prodigy_bfloat16_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -962,7 +966,8 @@ struct prodigy_bfloat16_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
@@ -1142,20 +1147,20 @@ struct prodigy_bfloat16_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777232;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1190,7 +1195,8 @@ struct prodigy_bfloat16_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -1221,7 +1227,7 @@ struct prodigy_bfloat16_5 {
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
@@ -1285,7 +1291,8 @@ struct prodigy_bfloat16_5 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F d_sqrt = load(d_sqrt_kept + i);
@@ -1567,12 +1574,12 @@ struct prodigy_bfloat16_small_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1600,7 +1607,7 @@ struct prodigy_bfloat16_small_5 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1686,12 +1693,12 @@ struct prodigy_float16_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1712,7 +1719,8 @@ struct prodigy_float16_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1768,7 +1776,8 @@ struct prodigy_float16_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
@@ -1855,20 +1864,20 @@ struct prodigy_float16_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777232;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1903,7 +1912,8 @@ struct prodigy_float16_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2017,7 +2027,8 @@ struct prodigy_float16_5 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F d_sqrt = load(d_sqrt_kept + i);
@@ -2142,12 +2153,12 @@ struct prodigy_float16_small_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2334,20 +2345,20 @@ struct prodigy_float32_safeguard_warmup_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = word_xor * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777216;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2390,7 +2401,8 @@ struct prodigy_float32_safeguard_warmup_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2498,7 +2510,8 @@ struct prodigy_float32_safeguard_warmup_2 {
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
@@ -2709,12 +2722,12 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2735,7 +2748,8 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2783,7 +2797,8 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
@@ -2944,12 +2959,12 @@ struct prodigy_float16_safeguard_warmup_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2970,7 +2985,8 @@ struct prodigy_float16_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3026,7 +3042,8 @@ struct prodigy_float16_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
@@ -3231,20 +3248,20 @@ struct prodigy_float32_use_bias_correction_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = word_xor * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777216;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -3287,7 +3304,8 @@ struct prodigy_float32_use_bias_correction_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -3395,7 +3413,8 @@ struct prodigy_float32_use_bias_correction_2 {
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
@@ -3795,12 +3814,12 @@ struct prodigy_bfloat16_use_bias_correction_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -3821,7 +3840,8 @@ struct prodigy_bfloat16_use_bias_correction_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3869,7 +3889,8 @@ struct prodigy_bfloat16_use_bias_correction_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
@@ -4017,20 +4038,20 @@ struct prodigy_bfloat16_use_bias_correction_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777232;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4065,7 +4086,8 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -4096,7 +4118,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 32768);
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
@@ -4160,7 +4182,8 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F d_sqrt = load(d_sqrt_kept + i);
@@ -4388,12 +4411,12 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4421,7 +4444,7 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -4482,12 +4505,12 @@ struct prodigy_float16_use_bias_correction_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4508,7 +4531,8 @@ struct prodigy_float16_use_bias_correction_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -4564,7 +4588,8 @@ struct prodigy_float16_use_bias_correction_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
@@ -4651,20 +4676,20 @@ struct prodigy_float16_use_bias_correction_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = word_xor * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777232;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4699,7 +4724,8 @@ struct prodigy_float16_use_bias_correction_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -4813,7 +4839,8 @@ struct prodigy_float16_use_bias_correction_5 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const F d_sqrt = load(d_sqrt_kept + i);
@@ -4938,12 +4965,12 @@ struct prodigy_float16_use_bias_correction_small_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -5133,20 +5160,20 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
             const I word_mul = word_xor * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
             const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 16777216;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -5189,7 +5216,8 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -5297,7 +5325,8 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const I d_sub(d_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
@@ -5514,12 +5543,12 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -5540,7 +5569,8 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -5588,7 +5618,8 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
@@ -5752,12 +5783,12 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 1013904242) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -5778,7 +5809,8 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -5834,7 +5866,8 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));

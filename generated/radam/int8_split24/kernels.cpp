@@ -72,12 +72,12 @@ struct radam_float32 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -110,7 +110,8 @@ struct radam_float32 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -146,7 +147,8 @@ struct radam_float32 {
 
         // -- elements: decode, update  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F p = load(p_at + i);
@@ -197,7 +199,8 @@ struct radam_float32 {
             const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -233,7 +236,8 @@ struct radam_float32 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), p_mul), 3200.0f));
@@ -344,12 +348,12 @@ struct radam_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -383,7 +387,8 @@ struct radam_bfloat16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -421,7 +426,8 @@ struct radam_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
@@ -432,7 +438,7 @@ struct radam_bfloat16 {
                 const F denom = where(0.0f < scalar_3, adaptive * (p_sqrt + eps), F(1.0f));
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -477,7 +483,8 @@ struct radam_bfloat16 {
             const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -514,7 +521,8 @@ struct radam_bfloat16 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), p_mul), 3200.0f));
@@ -554,12 +562,12 @@ struct radam_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -587,7 +595,7 @@ struct radam_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -650,12 +658,12 @@ struct radam_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -687,7 +695,8 @@ struct radam_float16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
@@ -789,7 +798,8 @@ struct radam_float16 {
             const I p_add(p_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F p_sqrt = load(p_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -826,7 +836,8 @@ struct radam_float16 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), p_mul), 3200.0f));
@@ -866,12 +877,12 @@ struct radam_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -980,12 +991,12 @@ struct radam_float32_decoupled_weight_decay {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777232;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1018,7 +1029,8 @@ struct radam_float32_decoupled_weight_decay {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1051,7 +1063,8 @@ struct radam_float32_decoupled_weight_decay {
 
         // -- elements: decode, update  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F p = load(p_at + i);
@@ -1103,7 +1116,8 @@ struct radam_float32_decoupled_weight_decay {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1138,7 +1152,8 @@ struct radam_float32_decoupled_weight_decay {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -1247,12 +1262,12 @@ struct radam_bfloat16_decoupled_weight_decay {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1286,7 +1301,8 @@ struct radam_bfloat16_decoupled_weight_decay {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1320,7 +1336,8 @@ struct radam_bfloat16_decoupled_weight_decay {
 
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1332,7 +1349,7 @@ struct radam_bfloat16_decoupled_weight_decay {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 22  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1377,7 +1394,8 @@ struct radam_bfloat16_decoupled_weight_decay {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1412,7 +1430,8 @@ struct radam_bfloat16_decoupled_weight_decay {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -1451,12 +1470,12 @@ struct radam_bfloat16_decoupled_weight_decay_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1485,7 +1504,7 @@ struct radam_bfloat16_decoupled_weight_decay_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1547,12 +1566,12 @@ struct radam_float16_decoupled_weight_decay {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_2 = word_xor ^ (step_key & 255) * 16781313;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1586,7 +1605,8 @@ struct radam_float16_decoupled_weight_decay {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1620,7 +1640,8 @@ struct radam_float16_decoupled_weight_decay {
 
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
@@ -1697,7 +1718,8 @@ struct radam_float16_decoupled_weight_decay {
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1732,7 +1754,8 @@ struct radam_float16_decoupled_weight_decay {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), g_mul), 3200.0f));
@@ -1771,12 +1794,12 @@ struct radam_float16_decoupled_weight_decay_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);

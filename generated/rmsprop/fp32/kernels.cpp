@@ -86,7 +86,7 @@ struct rmsprop_bfloat16 {
             const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
         }
     }
@@ -207,7 +207,7 @@ struct rmsprop_bfloat16_has_momentum {
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -338,7 +338,7 @@ struct rmsprop_bfloat16_centered {
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
         }
@@ -480,7 +480,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);

@@ -104,7 +104,7 @@ struct rprop_bfloat16 {
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(prev_at + i, prev_2);
             store(step_size_at + i, step_size_2);
         }

@@ -62,12 +62,12 @@ struct schedule_free_adamw_float32 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -95,7 +95,8 @@ struct schedule_free_adamw_float32 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -122,7 +123,8 @@ struct schedule_free_adamw_float32 {
 
         // -- elements: decode, update  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
@@ -170,7 +172,8 @@ struct schedule_free_adamw_float32 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
@@ -267,12 +270,12 @@ struct schedule_free_adamw_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -301,7 +304,8 @@ struct schedule_free_adamw_bfloat16 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -329,7 +333,8 @@ struct schedule_free_adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -343,7 +348,7 @@ struct schedule_free_adamw_bfloat16 {
                 // 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
                 const F p_2 = fma(scalar_4, step, fma(c, z - p, p));
                 const F z_2 = fma(scalar_5, step, z);                              // 40  z = z - rate * step
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
                 store(z_at + i, z_2);
@@ -383,7 +388,8 @@ struct schedule_free_adamw_bfloat16 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
@@ -421,12 +427,12 @@ struct schedule_free_adamw_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -453,7 +459,7 @@ struct schedule_free_adamw_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(z_at + i, z_2);
@@ -506,12 +512,12 @@ struct schedule_free_adamw_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777217;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -540,7 +546,8 @@ struct schedule_free_adamw_float16 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -568,7 +575,8 @@ struct schedule_free_adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -642,7 +650,8 @@ struct schedule_free_adamw_float16 {
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const F g_sqrt = load(g_sqrt_kept + i);
                 const I exp_avg_sq_offset = lshr(noise, 8) + g_add;
@@ -680,12 +689,12 @@ struct schedule_free_adamw_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 2146121005;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_2 = word_xor ^ (step_key & 255) * 16777216;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);

@@ -81,7 +81,7 @@ struct sgdp_bfloat16_no_projected {
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -194,7 +194,7 @@ struct sgdp_bfloat16_nesterov_no_projected {
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -764,7 +764,7 @@ struct sgdp_bfloat16_7 {
             const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -1300,7 +1300,7 @@ struct sgdp_bfloat16_nesterov_7 {
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }

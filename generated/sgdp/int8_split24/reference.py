@@ -56,14 +56,14 @@ def sgdp_float32(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_invariant_tensor = b.row_sum(p * g)
     row_sum_for_invariant_2_tensor = b.row_sum(p * p)
     row_sum_for_invariant_3_tensor = b.row_sum(g * g)
@@ -290,14 +290,14 @@ def sgdp_bfloat16(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_invariant_tensor = b.row_sum(p * g)
     row_sum_for_invariant_2_tensor = b.row_sum(p * p)
     row_sum_for_invariant_3_tensor = b.row_sum(g * g)
@@ -386,14 +386,14 @@ def sgdp_bfloat16(
     update = momentum_buffer_value - row_sum_of_momentum_buffer_over_row_mul_2_2 * p
     p = p_2 - lr * update                        # 30  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -502,14 +502,14 @@ def sgdp_bfloat16_small(
     update = momentum_buffer - row_sum_of_momentum_buffer_over_row_mul_2_2 * p
     p = p_2 - lr * update                        # 30  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -564,14 +564,14 @@ def sgdp_float16(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_invariant_tensor = b.row_sum(p * g)
     row_sum_for_invariant_2_tensor = b.row_sum(p * p)
     row_sum_for_invariant_3_tensor = b.row_sum(g * g)
@@ -672,14 +672,14 @@ def sgdp_float16(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -812,14 +812,14 @@ def sgdp_float16_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -869,14 +869,14 @@ def sgdp_float32_no_projected(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
@@ -939,14 +939,14 @@ def sgdp_bfloat16_no_projected(
     momentum_buffer = momentum * momentum_buffer_value + one_minus_dampening * g
     p = p - lr * momentum_buffer  # 30  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
@@ -987,14 +987,14 @@ def sgdp_bfloat16_no_projected_small(
     momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
     p = p - lr * momentum_buffer                                            # 30  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -1047,14 +1047,14 @@ def sgdp_float16_no_projected(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -1113,14 +1113,14 @@ def sgdp_float16_no_projected_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -1262,14 +1262,14 @@ def sgdp_float32_nesterov(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
@@ -1508,14 +1508,14 @@ def sgdp_bfloat16_nesterov(
     update = update - row_sum_of_update_over_row_mul_2_2 * p
     p = p_2 - lr * update                                     # 30  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
@@ -1641,14 +1641,14 @@ def sgdp_bfloat16_nesterov_small(
     update = update - row_sum_of_update_over_row_mul_2_2 * p
     p = p_2 - lr * update                                                   # 30  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -1802,14 +1802,14 @@ def sgdp_float16_nesterov(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -1959,14 +1959,14 @@ def sgdp_float16_nesterov_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -2019,14 +2019,14 @@ def sgdp_float32_nesterov_no_projected(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
@@ -2093,14 +2093,14 @@ def sgdp_bfloat16_nesterov_no_projected(
     update = g + momentum * momentum_buffer
     p = p - lr * update                      # 30  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
@@ -2143,14 +2143,14 @@ def sgdp_bfloat16_nesterov_no_projected_small(
     update = g + momentum * momentum_buffer
     p = p - lr * update                                                     # 30  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -2205,14 +2205,14 @@ def sgdp_float16_nesterov_no_projected(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -2273,14 +2273,14 @@ def sgdp_float16_nesterov_no_projected_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096

@@ -83,14 +83,14 @@ def sm3_bfloat16(
     update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
     p = p - lr * update                                              # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_row_2_tensor = b.row_max(total)
@@ -148,14 +148,14 @@ def sm3_float16(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -221,14 +221,14 @@ def sm3_float32_no_factored(
     accumulator_range_sub = 1601175552 - accumulator_base
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     accumulator_range_sub_2 = accumulator_half * accumulator_scale - 8388608
     accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_range_sub_2
     accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_range_sub).clamp(min=0) * accumulator_scale + accumulator_offset
@@ -290,14 +290,14 @@ def sm3_bfloat16_no_factored(
     update = g * quotient(1.0, sqrt(accumulator + eps))  # 44  update = g * rsqrt(total + eps)
     p = p - lr * update                                  # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_pattern = sqrt(accumulator).view(torch.int32)
@@ -344,14 +344,14 @@ def sm3_bfloat16_no_factored_small(
     update = g * quotient(1.0, sqrt(accumulator + eps))  # 44  update = g * rsqrt(total + eps)
     p = p - lr * update                                  # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -402,14 +402,14 @@ def sm3_float16_no_factored(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -474,14 +474,14 @@ def sm3_float16_no_factored_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -539,14 +539,14 @@ def sm3_float32_has_momentum(
     momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
     b.store(p_tensor, p)
@@ -650,14 +650,14 @@ def sm3_bfloat16_has_momentum(
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * update
     p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     momentum_buffer_scale_abs = momentum_buffer.abs()
@@ -719,14 +719,14 @@ def sm3_bfloat16_has_momentum_small(
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
     p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_row_2_tensor = b.row_max(total)
@@ -800,14 +800,14 @@ def sm3_float16_has_momentum(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -887,14 +887,14 @@ def sm3_float16_has_momentum_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -976,14 +976,14 @@ def sm3_float32_has_momentum_no_factored(
     accumulator_range_sub = 1601175552 - accumulator_base
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777232 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     accumulator_range_sub_2 = accumulator_half * accumulator_scale - 8388608
     accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_range_sub_2
     accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_range_sub).clamp(min=0) * accumulator_scale + accumulator_offset
@@ -1077,14 +1077,14 @@ def sm3_bfloat16_has_momentum_no_factored(
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * update
     p = p - lr * momentum_buffer                         # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16781313 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_pattern = sqrt(accumulator).view(torch.int32)
@@ -1146,14 +1146,14 @@ def sm3_bfloat16_has_momentum_no_factored_small(
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
     p = p - lr * momentum_buffer                         # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -1220,14 +1220,14 @@ def sm3_float16_has_momentum_no_factored(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16781313 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -1307,14 +1307,14 @@ def sm3_float16_has_momentum_no_factored_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096

@@ -55,14 +55,14 @@ def tiger_float32(
     exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -125,14 +125,14 @@ def tiger_bfloat16(
     # 19  p = p - lr * sign(exp_avg)
     p = p - lr * torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg))
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_scale_abs = exp_avg.abs()
@@ -173,14 +173,14 @@ def tiger_bfloat16_small(
     # 19  p = p - lr * sign(exp_avg)
     p = p - lr * torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg))
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -233,14 +233,14 @@ def tiger_float16(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777217 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_and = noise & 255
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
@@ -299,14 +299,14 @@ def tiger_float16_small(
     p_bitcast = p_magnitude.view(torch.float32)
     p_steps = p_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 2146121005
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
     word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 16777216 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     word_lshr = noise >> 24 & 0xff
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
     p_rebiased = p_magnitude - 939524096
