@@ -483,9 +483,9 @@ struct adamp_float32_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M tensor_sum_for_invariant_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
-            store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(tensor_sum_for_invariant_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(tensor_sum_for_invariant_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
+            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
         }
     }
 };
@@ -774,9 +774,9 @@ struct adamp_bfloat16_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M tensor_sum_for_invariant_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
-            store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(tensor_sum_for_invariant_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
+            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
         }
     }
 };
@@ -1151,9 +1151,9 @@ struct adamp_float32_nesterov_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M tensor_sum_for_invariant_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
-            store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(tensor_sum_for_invariant_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(tensor_sum_for_invariant_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
+            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
         }
     }
 };
@@ -1423,9 +1423,9 @@ struct adamp_bfloat16_nesterov_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M tensor_sum_for_invariant_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
-            store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(tensor_sum_for_invariant_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
+            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
         }
     }
 };

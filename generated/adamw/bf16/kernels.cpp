@@ -216,7 +216,7 @@ struct adamw_float32_amsgrad {
             store(p_at + i, p_3);
             store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
             store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };
@@ -275,7 +275,7 @@ struct adamw_bfloat16_amsgrad {
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
             store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };
@@ -332,7 +332,7 @@ struct adamw_float16_amsgrad {
             store(p_at + i, narrow_half(p_3));
             store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
             store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };

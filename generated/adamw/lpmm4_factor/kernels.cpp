@@ -98,8 +98,8 @@ struct adamw_float32_vector {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
 
@@ -128,13 +128,13 @@ struct adamw_float32_vector {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -166,13 +166,13 @@ struct adamw_float32_vector {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
@@ -182,20 +182,20 @@ struct adamw_float32_vector {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -289,8 +289,8 @@ struct adamw_bfloat16_vector {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
 
@@ -319,14 +319,14 @@ struct adamw_bfloat16_vector {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -361,13 +361,13 @@ struct adamw_bfloat16_vector {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
@@ -377,20 +377,20 @@ struct adamw_bfloat16_vector {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -482,8 +482,8 @@ struct adamw_float16_vector {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
 
@@ -512,14 +512,14 @@ struct adamw_float16_vector {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -552,13 +552,13 @@ struct adamw_float16_vector {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
@@ -568,20 +568,20 @@ struct adamw_float16_vector {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -682,9 +682,9 @@ struct adamw_float32_amsgrad_vector {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -719,18 +719,18 @@ struct adamw_float32_amsgrad_vector {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -769,17 +769,17 @@ struct adamw_float32_amsgrad_vector {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
             const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
             const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_scale_mul_2 = 16.0f / max_exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
@@ -791,25 +791,25 @@ struct adamw_float32_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq;
+                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -916,9 +916,9 @@ struct adamw_bfloat16_amsgrad_vector {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -953,19 +953,19 @@ struct adamw_bfloat16_amsgrad_vector {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1007,17 +1007,17 @@ struct adamw_bfloat16_amsgrad_vector {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
             const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
             const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_scale_mul_2 = 16.0f / max_exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
@@ -1029,25 +1029,25 @@ struct adamw_bfloat16_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq;
+                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -1152,9 +1152,9 @@ struct adamw_float16_amsgrad_vector {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -1189,19 +1189,19 @@ struct adamw_float16_amsgrad_vector {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1241,17 +1241,17 @@ struct adamw_float16_amsgrad_vector {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
             const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
             const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_scale_mul_2 = 16.0f / max_exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
@@ -1263,25 +1263,25 @@ struct adamw_float16_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq;
+                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -1522,7 +1522,7 @@ struct adamw_float32_7 {
         unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -1543,11 +1543,11 @@ struct adamw_float32_7 {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -1573,9 +1573,9 @@ struct adamw_float32_7 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -1583,14 +1583,14 @@ struct adamw_float32_7 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -1683,7 +1683,7 @@ struct adamw_bfloat16_7 {
         unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -1704,11 +1704,11 @@ struct adamw_bfloat16_7 {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -1737,9 +1737,9 @@ struct adamw_bfloat16_7 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -1747,14 +1747,14 @@ struct adamw_bfloat16_7 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -1807,7 +1807,7 @@ struct adamw_float16_7 {
         unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -1828,11 +1828,11 @@ struct adamw_float16_7 {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -1859,9 +1859,9 @@ struct adamw_float16_7 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -1869,14 +1869,14 @@ struct adamw_float16_7 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -2283,7 +2283,7 @@ struct adamw_float32_amsgrad_12 {
         unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -2304,11 +2304,11 @@ struct adamw_float32_amsgrad_12 {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -2334,9 +2334,9 @@ struct adamw_float32_amsgrad_12 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -2344,14 +2344,14 @@ struct adamw_float32_amsgrad_12 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -2443,7 +2443,7 @@ struct adamw_bfloat16_amsgrad_12 {
         unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -2464,11 +2464,11 @@ struct adamw_bfloat16_amsgrad_12 {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -2497,9 +2497,9 @@ struct adamw_bfloat16_amsgrad_12 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -2507,14 +2507,14 @@ struct adamw_bfloat16_amsgrad_12 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -2566,7 +2566,7 @@ struct adamw_float16_amsgrad_12 {
         unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -2587,11 +2587,11 @@ struct adamw_float16_amsgrad_12 {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -2618,9 +2618,9 @@ struct adamw_float16_amsgrad_12 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -2628,14 +2628,14 @@ struct adamw_float16_amsgrad_12 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }

@@ -179,9 +179,9 @@ struct normuon_float32_1 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
             const F momentum_buffer_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * momentum_buffer);
-            const I g_bitcast = bits(momentum_buffer_2);
+            const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
+            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
         }
     }
 };
@@ -450,9 +450,9 @@ struct normuon_bfloat16_1 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
             const F momentum_buffer_2 = fma(one_minus_beta1_times_grad_scale, g_stored, beta1 * momentum_buffer);
-            const I g_bitcast = bits(momentum_buffer_2);
+            const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
+            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
         }
     }
 };
