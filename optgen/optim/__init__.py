@@ -6,6 +6,7 @@ the generated package that comes with optgen; a project's own are in its own `ge
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ def __getattr__(name: str) -> Any:
     try:
         found = getattr(importlib.import_module("optgen._generated"), name)
     except AttributeError:
-        raise AttributeError(f"optgen.optim has no optimizer {name!r}; `optgen list` shows them") from None
+        near = difflib.get_close_matches(name.lower(), known := {n.lower(): n for n in __dir__()}, n=1)
+        meant = f"did you mean {known[near[0]]}? " if near else ""
+        raise AttributeError(f"optgen.optim has no optimizer {name!r}: {meant}`optgen list` shows them") from None
     plans: Any = importlib.import_module("optgen.runtime.plans")
     if plans.provider is None:
         plans.provider = _compile_plan
