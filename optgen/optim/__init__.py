@@ -15,12 +15,12 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name.startswith("_") and name != "__all__":
         raise AttributeError(name)
-    try:
-        found = getattr(importlib.import_module("optgen._generated"), name)
-    except AttributeError:
-        near = difflib.get_close_matches(name.lower(), known := {n.lower(): n for n in __dir__()}, n=1)
+    package = importlib.import_module("optgen._generated")
+    if name != "__all__" and name not in package.__all__:  # what was imported of it has modules in it, too: `adamw`
+        near = difflib.get_close_matches(name.lower(), known := {n.lower(): n for n in package.__all__}, n=1)
         meant = f"did you mean {known[near[0]]}? " if near else ""
-        raise AttributeError(f"optgen.optim has no optimizer {name!r}: {meant}`optgen list` shows them") from None
+        raise AttributeError(f"optgen.optim has no optimizer {name!r}: {meant}`optgen list` shows them")
+    found = getattr(package, name)
     plans: Any = importlib.import_module("optgen.runtime.plans")
     if plans.provider is None:
         plans.provider = _compile_plan
