@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import optgen
+import optgen.optim
 from optgen.accumulate import accumulator
 from optgen.driver import judge
 from optgen.driver.load import find_spec
@@ -130,3 +131,9 @@ def test_the_plan_of_ones_own_is_one_that_the_lint_lets_pass() -> None:
     exec(text, known)
     verdict = judge.judge(find_spec("adan"), known["mine"])
     assert [f for f in verdict.findings if f.severity == "error"] == []
+
+
+@pytest.mark.parametrize(("asked", "meant"), [("adamw", "AdamW"), ("Came", "CAME"), ("AdamW8bit", "AdamW")])
+def test_an_optimizer_that_is_not_there_has_a_neighbour(asked: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=f"no optimizer '{asked}': did you mean {meant}"):
+        getattr(optgen.optim, asked)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from optgen import passes
+from optgen.backends.printer import ATOM, Printer, number
 from optgen.ir import node as ir
 from optgen.ir.program import Schedule
 from optgen.ir.ranges import Intervals
@@ -22,6 +23,7 @@ from optgen.ir.verify import verify
 from optgen.lang.optimizer import CALLED
 from optgen.ops import dtypes, spaces
 from optgen.passes.convert import Converter
+from optgen.passes.fold import exact
 from optgen.passes.name import RESERVED
 
 CASES = sorted((Path(__file__).parent / "cases" / "passes").glob("*.case"))
@@ -69,13 +71,32 @@ def test_every_pass_has_a_case() -> None:
 def test_names_that_kernels_import_are_no_names_of_values() -> None:
     """A let called like one of them would hide it, and so would a hyper-parameter."""
     imported: set[str] = set()
+    line = re.compile(r"^from optgen\.runtime\.triton_prelude import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
     for file in (Path(__file__).parents[1] / "generated").glob("*/*/triton_kernels.py"):
-        found = re.search(r"^from optgen\.runtime\.triton_prelude import (.*)$", file.read_text(encoding="utf-8"), re.M)
+        found = line.search(file.read_text(encoding="utf-8"))
         assert found, file
-        imported |= set(found[1].split(", "))
+        imported |= set(re.findall(r"\w+", found[1] or found[2]))
     assert imported
     assert imported <= RESERVED
     assert imported <= CALLED
+
+
+def test_a_shift_by_nothing_is_not_printed() -> None:
+    word = ir.load("x", dtypes.i32, spaces.elem)
+    for op in ("shl", "shr", "lshr"):
+        assert exact(ir.op(op, word, ir.const(0, dtypes.i32))) is word
+        assert exact(ir.op(op, word, ir.const(1, dtypes.i32))) is not word
+
+
+def test_sums_with_negative_numbers_are_written_as_differences() -> None:
+    x, y = (ir.load(name, dtypes.i32, spaces.elem) for name in "xy")
+    plain = Printer({"load": lambda p, n: (str(n.attr), ATOM), "const": lambda p, n: (number(n), ATOM)}, {})
+    lowest = -(1 << 31)
+    texts = {-0x80000: "x - 0x80000", -3: "x - 3", 3: "x + 3", 0xFF00: "x + 0xff00", lowest: f"x + {lowest}"}
+    for value, text in texts.items():
+        assert plain.text(ir.op("add", x, ir.const(value, dtypes.i32))) == text
+    inner = ir.op("add", y, ir.const(-3, dtypes.i32))
+    assert plain.text(ir.op("sub", x, inner)) == "x - (y - 3)"
 
 
 def test_the_nan_guard_of_fast_maths_keeps_what_arithmetic_makes_of_nan() -> None:

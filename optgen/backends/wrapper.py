@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from optgen.backends.printer import wrapped
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,15 @@ def environment() -> Environment:
         autoescape=False,
     )
     env.filters["quoted"] = _quoted
+    env.filters["imported"] = _imported
     return env
+
+
+def _imported(names: Iterable[str], module: str) -> str:
+    """An import of names: one line, or as many as it takes in parentheses."""
+    found = list(names)
+    plain = f"from {module} import {', '.join(found)}"
+    return plain if len(plain) <= 114 else "\n".join(wrapped(f"from {module} import (", found, ")"))
 
 
 def _quoted(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,11 @@ def storage_lines(spec: Spec, storage: Storage) -> list[str]:
     for r in rows:
         lines.append(f"  {r.name:<{names}}  {r.bytes:g} B  {r.stored}")
         what = f"|error| <= {r.error}" if r.error not in ("exact", UNKNOWN, NONE) else r.error
-        lines.append(f"  {'':<{names}}  {what}" + (f"; {r.valid}" if r.valid else ""))
+        indent = " " * (names + 4)
+        lines += textwrap.wrap(
+            what + (f"; {r.valid}" if r.valid else ""), 112, initial_indent=indent, subsequent_indent=indent,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
     return lines
 
 

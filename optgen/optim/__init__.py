@@ -6,6 +6,7 @@ the generated package that comes with optgen; a project's own are in its own `ge
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name.startswith("_") and name != "__all__":
         raise AttributeError(name)
-    try:
-        found = getattr(importlib.import_module("optgen._generated"), name)
-    except AttributeError:
-        raise AttributeError(f"optgen.optim has no optimizer {name!r}; `optgen list` shows them") from None
+    package = importlib.import_module("optgen._generated")
+    if name != "__all__" and name not in package.__all__:  # what was imported of it has modules in it, too: `adamw`
+        near = difflib.get_close_matches(name.lower(), known := {n.lower(): n for n in package.__all__}, n=1)
+        meant = f"did you mean {known[near[0]]}? " if near else ""
+        raise AttributeError(f"optgen.optim has no optimizer {name!r}: {meant}`optgen list` shows them")
+    found = getattr(package, name)
     plans: Any = importlib.import_module("optgen.runtime.plans")
     if plans.provider is None:
         plans.provider = _compile_plan
