@@ -19,7 +19,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_max, block_min, byte, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, term, widened, within
+from optgen.runtime.triton_prelude import (
+    apart, block_max, block_min, byte, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl,
+    term, widened, within,
+)
 
 
 @triton.jit

@@ -19,7 +19,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import down, fold, get, larger, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import (
+    down, fold, get, larger, minus, opaque, pointer, put, reciprocal, term, widened,
+)
 
 
 @triton.jit

@@ -19,7 +19,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, counter, get, inverse, minus, opaque, pointer, put, reciprocal, rint, widened
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, block_max, counter, get, inverse, minus, opaque, pointer, put, reciprocal, rint,
+    widened,
+)
 
 
 @triton.jit

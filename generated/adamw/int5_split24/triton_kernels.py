@@ -9,9 +9,12 @@
 #     p           3 B  bf16 and 8 more bits, stochastic
 #                 |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #     exp_avg     0.65625 B  5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
-#                 |error| <= 0.0968 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 + 0.00391)
+#                 |error| <= 0.0968 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
+#                 0.00391)
 #     exp_avg_sq  0.65625 B  5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.429 root; for a block whose roots span at most 14.9 octaves; what lies further below the block's maximum reads as at most 14.4 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
+#                 |error| <= 0.429 root; for a block whose roots span at most 14.9 octaves; what lies further below
+#                 the block's maximum reads as at most 14.4 octaves under it, what lies under 2^-63 as at most 1.5
+#                 cells more than that
 #   traffic   10.625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
@@ -19,7 +22,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, opaque, packed, pointer, put, reciprocal, rotl, unpacked, widened
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, block_max, block_min, byte, get, inverse, joined, minus, opaque, packed, pointer,
+    put, reciprocal, rotl, unpacked, widened,
+)
 
 
 @triton.jit

@@ -11,7 +11,8 @@
 #     exp_avg     0.53125 B  4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 #                 |error| <= 0.113 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
 #     exp_avg_sq  0.5 B  4-bit unsigned under the smallest of its indices' maxima: linear, no zero, fp32 scale, nearest
-#                 |error| <= 0.0625 scale; scale = the smallest of the largest |x| that each of its indices has, at least 3.01e-36
+#                 |error| <= 0.0625 scale; scale = the smallest of the largest |x| that each of its indices has, at
+#                 least 3.01e-36
 #   traffic   10.5625 B per bfloat16 parameter and step: 2 sweeps
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step, table
 # fmt: off
@@ -19,7 +20,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import axis_max, axis_min, block_magnitude, block_max, down, fold, get, inverse, larger, minus, opaque, packed, pointer, put, reciprocal, rint, term, unpacked, widened
+from optgen.runtime.triton_prelude import (
+    axis_max, axis_min, block_magnitude, block_max, down, fold, get, inverse, larger, minus, opaque, packed,
+    pointer, put, reciprocal, rint, term, unpacked, widened,
+)
 
 
 @triton.jit

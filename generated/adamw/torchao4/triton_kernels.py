@@ -19,7 +19,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import block_magnitude, block_max, get, inverse, minus, opaque, packed, pointer, put, reciprocal, rint, unpacked, widened
+from optgen.runtime.triton_prelude import (
+    block_magnitude, block_max, get, inverse, minus, opaque, packed, pointer, put, reciprocal, rint,
+    unpacked, widened,
+)
 
 
 @triton.jit

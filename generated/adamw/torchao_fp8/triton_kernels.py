@@ -19,7 +19,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, get, inverse, minus, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, get, inverse, minus, opaque, pointer, put, reciprocal, widened,
+)
 
 
 @triton.jit

@@ -17,7 +17,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, sign, term, widened
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl,
+    rounded, sign, term, widened,
+)
 
 
 @triton.jit

@@ -15,7 +15,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, byte, get, joined, minus, opaque, pointer, put, rotl, term, widened
+from optgen.runtime.triton_prelude import (
+    apart, byte, get, joined, minus, opaque, pointer, put, rotl, term, widened,
+)
 
 
 @triton.jit

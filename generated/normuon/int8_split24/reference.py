@@ -17,7 +17,9 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, newton_schulz, put, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import (
+    Blocks, block_max, block_min, few_sum, newton_schulz, put, quotient, rotl, scalars, sqrt,
+)
 
 
 def normuon_float32(

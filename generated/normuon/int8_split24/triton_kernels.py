@@ -19,7 +19,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
+    pointer, put, reciprocal, rotl, rounded, term, widened, within,
+)
 
 
 @triton.jit

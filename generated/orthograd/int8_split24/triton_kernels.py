@@ -15,7 +15,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl,
+    rounded, term, widened,
+)
 
 
 @triton.jit

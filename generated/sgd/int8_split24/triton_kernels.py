@@ -15,7 +15,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded, widened
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded,
+    widened,
+)
 
 
 @triton.jit

@@ -17,7 +17,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, byte, counter, down, fold, get, joined, larger, minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, byte, counter, down, fold, get, joined, larger, minus, opaque, pointer, put,
+    reciprocal, rotl, rounded, term, widened, within,
+)
 
 
 @triton.jit

@@ -11,7 +11,9 @@
 #     exp_avg     1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 #                 |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
+#                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below
+#                 the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5
+#                 cells more than that
 #   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
@@ -19,7 +21,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl, rounded, sign, widened
+from optgen.runtime.triton_prelude import (
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
+    pointer, put, reciprocal, rotl, rounded, sign, widened,
+)
 
 
 @triton.jit
