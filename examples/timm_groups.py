@@ -1,8 +1,8 @@
-"""Parameter groups as timm makes them (layer decay, no decay for vectors) under a generated optimizer.
+"""A generated optimizer under timm: its groups (layer decay, none for vectors), its registry and its schedule.
 
     python examples/timm_groups.py --steps 20
 
-With timm at hand: `param_groups_layer_decay(model, weight_decay, layer_decay=0.8)` gives such groups.  Its schedulers
+Registered under a name it is made by `create_optimizer_v2`, as timm's own training script does.  Schedulers of timm
 multiply each group's learning rate by its `lr_scale`, which is a key of timm's own: optimizers leave it alone.
 """
 
@@ -12,42 +12,38 @@ import argparse
 from typing import Any
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import OptimInfo, create_optimizer_v2
+from timm.optim._optim_factory import default_registry
+from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 from optgen.optim import AdamW
 
+default_registry.register(
+    OptimInfo(name="adamw8", opt_class=AdamW, has_betas=True, defaults={"plan": "int8_split24", "betas": (0.9, 0.95)})
+)
 
-def network() -> nn.Sequential:
+
+def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 20)
-    )
+    return VisionTransformer(img_size=16, patch_size=4, embed_dim=96, depth=2, num_heads=3, num_classes=20)
 
 
-def groups(model: nn.Sequential, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
-    """A group per layer and kind; the further a layer is from the output, the smaller its learning rate."""
-    made = []
-    depth = len(model)
-    for i, layer in enumerate(model):
-        for decay in (weight_decay, 0.0):
-            params = [p for p in layer.parameters() if (p.ndim >= 2) == (decay > 0)]
-            if params:
-                scale = layer_decay ** (depth - 1 - i)
-                made.append({"params": params, "weight_decay": decay, "lr_scale": scale})
-    return made
+def optimizer(model: nn.Module, name: str = "adamw8", **options: Any) -> torch.optim.Optimizer:
+    return create_optimizer_v2(model, name, lr=1e-3, weight_decay=0.05, layer_decay=0.8, **options)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """What timm's schedulers do at each update."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+def schedule(optimizer: torch.optim.Optimizer) -> CosineLRScheduler:
+    return CosineLRScheduler(optimizer, t_initial=40, lr_min=1e-5, warmup_t=3, warmup_lr_init=1e-6)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    rates = schedule(optimizer)
     for k in range(first, last):
         random = torch.Generator().manual_seed(k)
-        images, wanted = torch.randn(4, 3, 10, 10, generator=random), torch.randint(20, (4,), generator=random)
-        set_lr(optimizer, 1e-2 / (1 + k))
+        images, wanted = torch.randn(4, 3, 16, 16, generator=random), torch.randint(20, (4,), generator=random)
+        rates.step(k)
         nn.functional.cross_entropy(model(images), wanted).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -58,9 +54,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     model = network()
-    optimizer = AdamW(groups(model, 0.05, 0.8), lr=1e-2, plan="int8_split24")
-    train(model, optimizer, 0, given.steps)
-    print(optimizer.memory())
+    made = optimizer(model)
+    train(model, made, 0, given.steps)
+    print(made.memory())
 
 
 if __name__ == "__main__":

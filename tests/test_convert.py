@@ -463,9 +463,9 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "fewer parameters": (
         lambda c: c["optimizer"]["param_groups"][0]["params"].pop(),
-        "expected 2 parameters in the groups, got 1",
+        "group 0: expected 1 names in 'param_names', got 2",
     ),
-    "no optimizer": (lambda c: c.pop("optimizer"), "holds no optimizer"),
+    "no optimizer": (lambda c: c.pop("optimizer"), "expected the optimizer's state dict under 'optimizer'"),
 }
 
 

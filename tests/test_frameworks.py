@@ -1,7 +1,7 @@
 """Training frameworks as their users use them: the examples, stopped and resumed, are bit for bit one run.
 
-Where a framework is not installed its tests are skipped: they come with `pip install optgen[test]`; torchtitan is
-installed by hand, because it asks for data sets and loggers that nothing here needs.
+Where a framework is not installed its tests are skipped: they come with `pip install optgen[test]`, and with
+`make setup`, which leaves out the data sets and loggers that torchtitan asks for and nothing here needs.
 """
 
 from __future__ import annotations
@@ -184,29 +184,25 @@ def test_torchtitan_makes_states_without_a_change_of_weights() -> None:
     assert same_weights(model, fresh)
 
 
-# -- groups as timm makes them, and plain torch -----------------------------------------------------------
+# -- timm -------------------------------------------------------------------------------------------------
 
 
-def test_groups_of_timm() -> None:
-    """By timm's documented protocol: its package cannot be imported beside a CPU build of torch."""
-    timm = example("timm_groups")
-    model, other = timm.network(), timm.network()
-    groups = timm.groups(model, 0.05, 0.5)
-    assert sorted({g["lr_scale"] for g in groups}) == [0.5**5, 0.5**4, 1.0]
-    assert [g["weight_decay"] for g in groups] == [0.05, 0.0, 0.0, 0.05, 0.0]
-    ours = AdamW(groups, lr=1e-2, plan="fp32")
-    timm.train(model, ours, 0, 1)
-    theirs = torch.optim.AdamW(timm.groups(other, 0.05, 0.5), lr=1e-2)
-    timm.train(other, theirs, 0, 1)
-    for group in ours.param_groups:
-        assert group["lr"] == 1e-2 * group["lr_scale"]
-        for p in group["params"]:
-            # The first step is lr * (about the sign of g): an update of at most lr, whose ten-odd roundings are half
-            # an ulp each in both, and two roundings of the weight.
-            q = dict(zip(model.parameters(), other.parameters(), strict=True))[p]
-            slack = 2 * 16 * 2**-24 * group["lr"] + 4 * 2**-24 * p.detach().abs()
-            assert ((p - q).abs() <= slack).all()
-    timm.train(model, ours, 1, 3)
+def test_timm() -> None:
+    """In a process of its own: timm needs torchvision, beside which nothing else can be imported where torch is a
+    CPU build and torchvision is not."""
+    from tests import with_timm
+
+    missing = with_timm.missing()
+    if missing:
+        pytest.skip(f"could not import {missing!r}")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.with_timm"], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines() == [f"ok {name}" for name in with_timm.CHECKS]
+
+
+# -- plain torch ------------------------------------------------------------------------------------------
 
 
 def test_gradient_release_in_plain_torch() -> None:

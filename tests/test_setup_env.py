@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from tests import with_timm
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -92,13 +94,15 @@ def test_a_failed_installation_leaves_no_stamp(
     assert "installing torch failed" in capsys.readouterr().err
 
 
-def test_every_direct_requirement_is_pinned() -> None:
+def test_every_direct_requirement_is_pinned(setup_env: ModuleType) -> None:
     def names(file: str) -> set[str]:
         lines = (ROOT / "requirements" / file).read_text().splitlines()
         found = (re.match(r"[\w.-]+", line) for line in lines)
         return {m.group().lower().replace("_", "-") for m in found if m}
 
     assert names("dev.txt") <= names("constraints.txt")
+    assert {name.replace("_", "-") for name in (*setup_env.BARE, *setup_env.APART)} <= names("constraints.txt")
+    assert setup_env.FRAMEWORKS.relative_to(setup_env.VENV) == with_timm.FOLDER.relative_to(sys.prefix)
     pins = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     assert all("==" in line for line in pins if not line.startswith("#"))
 

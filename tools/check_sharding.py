@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ import generated  # noqa: E402
 import optgen  # noqa: E402
 from optgen.driver import targets  # noqa: E402
 from optgen.ops import dtypes  # noqa: E402
-from optgen.runtime import checkpoint, files, sharding  # noqa: E402
+from optgen.runtime import checkpoint, files, optimizer, sharding  # noqa: E402
 from optgen.verify.differential import Values, compare, enclose, oracle  # noqa: E402
 from optgen.verify.intervals import FAST  # noqa: E402
 from tests.harness import plan_of, spec_of  # noqa: E402
@@ -481,6 +482,69 @@ def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
 
 
 @case(2)
+def a_step_that_broke_off(here: Here) -> None:
+    """Made again, it steps what was left: parts that no rank waits for, and what ranks work on together; where one rank
+    has made a step that another has not, that is said."""
+    mesh = here.mesh(2)
+    # Halves of the vector cut blocks: all ranks step all of it.  The second group makes a second launch.
+    pieces = rows(here, mesh, [(4160,), (97, 130), (64, 256)], torch.bfloat16)
+    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24", backend="reference")
+    for opt, params in ((runs.one, runs.alone), (runs.many, runs.parts)):
+        del opt.param_groups[0]["params"][2]
+        opt.add_param_group({"params": params[2:]})
+    runs.step()
+    launch, left = optimizer.run_reference, [0]
+
+    def fails_once(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError("injected")
+        launch(*args)
+
+    def broken(opt: Any, at: int) -> None:
+        left[0] = at
+        optimizer.run_reference = fails_once
+        try:
+            with refused(OSError, "injected"):
+                opt.step()
+        finally:
+            optimizer.run_reference = launch
+
+    def give(but: int | None = None) -> None:
+        for k, (piece, p, q) in enumerate(zip(pieces, runs.alone, runs.parts, strict=True)):
+            g = here.values(*piece.value.shape, dtype=piece.value.dtype)
+            of = sharding.layout_of(q)
+            p.grad, q.grad = g, None if k == but else sharding.wrapped(sharding.part_of(g, of), of)  # nothing is sent
+
+    give()
+    broken(runs.many, 2)
+    runs.one.step()
+    runs.many.step()
+    runs.same()
+    # The vector's gradient is rank 1's alone: rank 0 makes its step with zeros.
+    give(but=0 if here.rank == 0 else None)
+    g = runs.alone[0].grad.clone()
+    g[: 4160 // 2] = 0
+    runs.alone[0].grad = g
+    broken(runs.many, 1)
+    runs.one.step()
+    runs.many.step()
+    runs.same()
+    # Rank 0 breaks off, rank 1 does not and goes on.
+    give()
+    if here.rank == 0:
+        broken(runs.many, 1)
+        runs.many.step()
+    else:
+        runs.many.step()
+        give()
+        kept = [p.to_local().clone() for p in runs.parts]
+        with refused(RuntimeError, "parameter 0 (bfloat16 [4160]) made its step on other ranks", "have parted"):
+            runs.many.step()
+        assert all(torch.equal(p.to_local(), old) for p, old in zip(runs.parts, kept, strict=True))
+
+
+@case(2)
 def kernels_over_parts(here: Here) -> None:
     """The kernels of the backend alone, over few elements: Triton's interpreter takes its time."""
     mesh = here.mesh(2)
@@ -546,6 +610,26 @@ def replicas_stay_alike(here: Here) -> None:
             everywhere(value if isinstance(value, Tensor) else torch.tensor(value))
 
 
+@case(2)
+def states_by_rank(here: Here) -> None:
+    """ZeroRedundancyOptimizer: each rank steps its share of the parameters as one optimizer steps them all."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    models = [nn.parallel.DistributedDataParallel(built(here)) for _ in range(2)]
+    options = {"lr": 1e-2, "plan": "fp32", "backend": here.backend}
+    zero = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=generated.AdamW, **options)
+    usual = generated.AdamW(models[1].parameters(), **options)
+    for _ in range(2):
+        x = here.values(2, 16, 64)[here.rank]
+        for model, opt in zip(models, (zero, usual), strict=True):
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        alike(q.detach(), p.detach(), "the weight")
+    assert 0 < len(zero.optim.state) < len(usual.state)
+
+
 @case(2, 4)
 def fully_sharded(here: Here) -> None:
     """fully_shard, alone and with tensor parallelism: the bits of one rank that has the same gradients."""
@@ -580,6 +664,61 @@ def fully_sharded(here: Here) -> None:
                 if isinstance(value, Tensor):
                     alike(value, opt.state[p][key], f"{key} of {name}")
                     assert isinstance(opt.state[p][key], DTensor)
+
+
+@case(2, 3)
+def gradients_released(here: Here) -> None:
+    """Updates within the backward of fully_shard, clipped, of micro-batches: bit for bit those of ordinary steps."""
+    from torch.distributed.fsdp import fully_shard
+
+    from optgen.accumulate import accumulator
+
+    def sharded(dtype: torch.dtype) -> Model:
+        model = built(here).to(dtype)
+        fully_shard(model.up)
+        fully_shard(model)
+        return model
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cases: list[tuple[str, str, torch.dtype, dict[str, Any]]] = [("AdamW", "int8_split24", bf16, {})]
+    if here.world == 2:  # the order of a sum over more ranks depends on what is sent beside it
+        in_fp32 = {"accumulate": 2, "accumulator": accumulator("fp32"), "clip": 1e-3}
+        cases += [
+            ("AdamW", "int8", fp32, in_fp32),
+            ("LAMB", "int8_split24", bf16, {"accumulate": 2}),
+            ("CAME", "fp32", fp32, {}),
+            ("Muon", "int8_split24", bf16, {}),
+        ]
+    for name, plan, dtype, options in cases:
+        model, other = sharded(dtype), sharded(dtype)
+        ours, theirs = (
+            [(key, p) for key, p in m.named_parameters() if p.ndim > 1 or name != "CAME"] for m in (model, other)
+        )
+        opt, usual = (getattr(generated, name)(found, plan=plan, backend=here.backend) for found in (ours, theirs))
+        handle = opt.release_gradients(model, **options)
+        micro = options.get("accumulate", 1)
+        for _ in range(2):
+            for k in range(micro):
+                x = here.values(here.world, 16, 64, dtype=dtype)[here.rank]  # another batch on each rank
+                for m in (model, other):
+                    m(x).float().square().mean().backward()
+                waits = k + 1 < micro and "accumulator" not in options
+                assert all((p.grad is not None) == waits for _, p in ours), (name, k)
+            if "clip" in options:
+                for _, p in theirs:
+                    nn.utils.clip_grad_norm_([p], options["clip"])
+            for m, o in ((model, opt), (other, usual)):
+                o.step()
+                m.zero_grad()
+        for (key, p), (_, q) in zip(ours, theirs, strict=True):
+            what = f"{key} under {name}"
+            assert torch.equal(p.to_local(), q.to_local()), what
+            assert opt.state[p].keys() == usual.state[q].keys() and opt.state[p]["step"] == 2, what
+            for field_name, value in usual.state[q].items():
+                if isinstance(value, Tensor):
+                    found = opt.state[p][field_name]
+                    assert torch.equal(sharding.local(value), sharding.local(found)), f"{field_name} of {what}"
+        handle.remove()
 
 
 class Tokens(nn.Module):
@@ -723,6 +862,48 @@ def flattened(here: Here) -> None:
     with FullyShardedDataParallel.summon_full_params(model):
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             assert torch.equal(p.detach().view(-1), q.detach().view(-1))
+
+
+@case(2)
+def flattened_with_frozen(here: Here) -> None:
+    """Frozen parameters in a flattened group stay as they are; thawed, they step on, or are refused as the others."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def frozen() -> Model:
+        model = built(here)
+        for p in (model.up.weight, model.norm.weight, model.down.bias):
+            p.requires_grad_(False)
+        return model
+
+    device = torch.device("cpu") if here.device == "cpu" else torch.cuda.current_device()
+    model, alone = FullyShardedDataParallel(frozen(), use_orig_params=True, device_id=device), frozen()
+    options = {"lr": 1e-2, "backend": here.backend}
+    opt, one = (generated.AdamW(m.named_parameters(), plan="fp32", **options) for m in (model, alone))
+    with warnings.catch_warnings():  # one rank has nothing but frozen pieces at first, which is no mistake
+        warnings.simplefilter("error", UserWarning)
+        for step in range(4):
+            if step == 2:  # FSDP1 itself takes this up with its next forward
+                for m in (model, alone):
+                    for p in m.parameters():
+                        p.requires_grad_(True)
+            x = here.values(16, 64)
+            for m, o in ((model, opt), (alone, one)):
+                o.zero_grad()
+                m(x).square().mean().backward()
+                o.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p.detach().view(-1), q.detach().view(-1)), name
+    model = FullyShardedDataParallel(built(here).requires_grad_(False), use_orig_params=True, device_id=device)
+    opt = generated.AdamW(model.named_parameters(), plan="int8_split24", **options)
+    for p in model.parameters():
+        p.requires_grad_(True)
+    model(here.values(16, 64)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with refused(ValueError, "was flattened and cut by FullyShardedDataParallel", "fully_shard", "parameter "):
+        opt.step()
+    assert not opt.state
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 class Bag(nn.Module):

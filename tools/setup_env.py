@@ -28,6 +28,11 @@ INPUTS = ("requirements/constraints.txt", "requirements/dev.txt", "pyproject.tom
 MIN_PYTHON = (3, 11)
 TORCH = "2.13.0"
 TRITON = "3.9.0"  # where torch brings none of its own: the interpreter and the cross-compilers need no GPU
+BARE = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
+"""torchtitan and what its optimizers import: without the data sets, loggers and servers that it also asks for."""
+APART = ("timm", "torchvision")
+"""Installed into FRAMEWORKS: beside a CPU build of torch, a torchvision that is none stops all that import it."""
+FRAMEWORKS = VENV / "frameworks"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
 
 
@@ -146,6 +151,9 @@ def install(kind: str) -> None:
     say("the packages of requirements/dev.txt" + (f" and triton {TRITON}" if triton else ""))
     if not pip("-r", str(ROOT / "requirements/dev.txt"), *triton):
         raise failed("installing the pinned packages")
+    say(f"{', '.join(APART)} and {BARE[0]}, without what they depend on")
+    if not (pip("--no-deps", *BARE) and pip("--no-deps", "--upgrade", "--target", str(FRAMEWORKS), *APART)):
+        say("not all of them could be installed: their tests will be skipped")
     say("optgen itself (editable)")
     if not pip("--no-build-isolation", "--no-deps", "--editable", str(ROOT)):
         raise failed("installing optgen")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from optgen.backends.idioms import lanes, printed
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, number, taken_away, with_more
 from optgen.backends.printer import wrapped as wrap
 from optgen.backends.reference import assemble, bound_lines
 from optgen.ir import node as ir
@@ -76,14 +76,16 @@ class TritonPrinter(Printer):
         if found is None:
             return super().express(node)
         text = f"{found.helper}({', '.join([*map(self.text, found.args), *map(str, found.numbers)])})"
-        return (f"{text} + {found.plus}", 10) if found.plus else (text, ATOM)
+        return (with_more(text, str(found.plus)), 10) if found.plus else (text, ATOM)
 
 
 def _infix(sign: str, level: int) -> Spelling:
     def spell(p: Printer, n: Node) -> Text:
         assert isinstance(p, TritonPrinter)
         a, b = n.args
-        return f"{p.operand(n, a, level + (level == 4))} {sign} {p.operand(n, b, level + 1)}", level
+        less = taken_away(n)
+        shown = f"- {p.text(less)}" if less is not None else f"{sign} {p.operand(n, b, level + 1)}"
+        return f"{p.operand(n, a, level + (level == 4))} {shown}", level
 
     return spell
 

@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,9 @@ from optgen.driver import compile as compiling
 from optgen.driver import load
 from optgen.driver.terminal import Missing
 from optgen.runtime import checkpoint, files, foreign, low_bits, options, plans
+from optgen.runtime.content import problem
 from optgen.runtime.files import CheckpointError
+from optgen.runtime.misfits import Misfits
 from optgen.runtime.records import dtype_name, dtype_of
 
 TORCH = "torch"
@@ -57,18 +60,23 @@ def verify(path: str, spec: str | None = None) -> Checked:
     if not isinstance(saved, Mapping) or not _is_state_dict(saved):
         found.findings.append(f"{path} holds no optimizer: expected 'state' and 'param_groups'")
         return found
+    try:
+        _built(saved, file)
+    except UserError as error:
+        found.findings.append(error.message)
+        return found
     found.parameters = sum(len(g["params"]) for g in saved["param_groups"])
-    _weights(content, found)
     if not _is_ours(saved):
         found.kind = f"{found.kind} of another package"
         for number, entry in saved["state"].items():
             _nan(f"state of {number}", entry, found)
         found.unchecked.append("the shapes and codes of its states: it is not one of optgen's")
         return found
-    about = content.get("about")
-    if not isinstance(about, Mapping):
+    if problem(content):
         found.unchecked.append("shapes and codes of its states: it does not say its rule and parameters")
         return found
+    about = content["about"]
+    _weights(content, found)
     try:
         cls = _class(spec or _rule(about))
     except UserError as error:
@@ -84,7 +92,11 @@ def _open(file: Path, found: Checked) -> dict[str, Any]:
         return files.read(file)
     if zipfile.is_zipfile(file) and not files.has_checksum(file):
         found.kind = "torch.save"
-        bad = zipfile.ZipFile(file).testzip()
+        try:
+            with zipfile.ZipFile(file) as archive:
+                bad = archive.testzip()
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from error
         if bad is not None:
             raise CheckpointError(f"{file} is damaged in {bad}")
         found.unchecked.append("bytes outside the archive's entries: it has no checksum of the whole file")
@@ -94,10 +106,9 @@ def _open(file: Path, found: Checked) -> dict[str, Any]:
 
 
 def _weights(content: Mapping[str, Any], found: Checked) -> None:
-    model, about = content.get("model"), content.get("about")
-    if isinstance(model, Mapping):
-        _nan("model", model, found)
-    for i, one in enumerate(about.get("parameters", ()) if isinstance(about, Mapping) else ()):
+    model = content["model"]
+    _nan("model", model, found)
+    for i, one in enumerate(content["about"]["parameters"]):
         found.elements += math.prod(one["shape"])
         key = one.get("key")
         if key is None or not isinstance(model, Mapping):
@@ -123,9 +134,6 @@ def _states(cls: Any, content: Mapping[str, Any], found: Checked) -> None:
     params = [torch.empty(one["shape"], dtype=dtype_of(one["dtype"])) for one in about["parameters"]]
     for p in params:
         p.requires_grad_()
-    if len(params) != found.parameters:
-        found.findings.append(f"expected {len(params)} parameters in the groups, got {found.parameters}")
-        return
     groups, start = [], 0
     for group in saved["param_groups"]:
         end = start + len(group["params"])
@@ -264,9 +272,7 @@ def _read(file: Path, spec: str | None, weights: str | None) -> tuple[Source, st
     if not isinstance(about, Mapping) and spec is None:
         raise _refuse(file, "it does not say which rule made it", "--spec adamw, or the name of another rule")
     rule = spec if spec is not None else _rule(about or {})
-    groups = [dict(g) for g in saved["param_groups"]]
-    numbers = [n for g in groups for n in g["params"]]
-    entries = {i: saved["state"].get(n) or {} for i, n in enumerate(numbers)}
+    groups, entries = _built(saved, file)
     model = _model_in(content) if saved is not content else None
     if weights is not None:
         model = _load_weights(_there(weights))
@@ -277,6 +283,25 @@ def _read(file: Path, spec: str | None, weights: str | None) -> tuple[Source, st
     else:
         _decode_foreign(found, rule, saved, entries, file)
     return found, rule
+
+
+def _built(saved: Mapping[str, Any], file: Path) -> tuple[list[dict[str, Any]], dict[int, Mapping[str, Any]]]:
+    """(groups, states by position) of a state dict, whoever made it."""
+    try:
+        groups, states = checkpoint.parts(saved, Misfits("its optimizer's state dict is none"))
+    except ValueError as error:
+        raise _refuse(file, str(error)) from error
+    entries: dict[int, Mapping[str, Any]] = {}
+    for i, number in enumerate(n for g in groups for n in g["params"]):
+        entry = states.get(number)
+        nested = entry.get(foreign.BNB, {}) if isinstance(entry, Mapping) else {}
+        if not (entry is None or isinstance(entry, Mapping)) or not isinstance(nested, Mapping):
+            raise _refuse(file, f"parameter {i}: expected a dict of states, got {entry!r:.80}")
+        entries[i] = entry or {}
+        for key, value in {**entries[i], **nested}.items():
+            if isinstance(value, Tensor) and not checkpoint.has_values(value):
+                raise _refuse(file, f"parameter {i}: {key}: expected a tensor with values, got {value!r:.80}")
+    return [dict(group) for group in groups], entries
 
 
 def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -402,7 +427,10 @@ def _decode_own(
 
 def _decode_foreign(found: Source, rule: str, saved: Mapping[str, Any], entries: Any, file: Path) -> None:
     cls = _class(rule)
-    states = _state_names(cls, found)
+    try:
+        states = _state_names(cls, found)
+    except (TypeError, ValueError) as error:
+        raise _refuse(file, str(error)) from error
     widths = [group.get("master_bytewidth") for group in found.groups for _ in group["params"]]
     for i, (p, entry) in enumerate(zip(found.parameters, entries.values(), strict=True)):
         if not entry:
@@ -423,6 +451,8 @@ def _decode_foreign(found: Source, rule: str, saved: Mapping[str, Any], entries:
             del group[key]
         for key, value in group.items():
             if isinstance(value, Tensor):
+                if value.numel() != 1 or not checkpoint.has_values(value):
+                    raise _refuse(file, f"{key}: expected a number, got a tensor of shape {list(value.shape)}")
                 group[key] = value.item()
 
 
@@ -430,7 +460,9 @@ def _state_names(cls: Any, found: Source) -> tuple[str, ...]:
     """The states of the rule, in order, as its first parameter with elements has them."""
     first = next((p for p in found.parameters if p.shape), None)
     p = torch.zeros(first.shape if first and first.shape else (1,))
-    group = {**cls([p.requires_grad_()]).param_groups[0], **{k: v for k, v in found.groups[0].items() if k != "params"}}
+    first_group = found.groups[0] if found.groups else {}
+    group = {**cls([p.requires_grad_()]).param_groups[0], **{k: v for k, v in first_group.items() if k != "params"}}
+    group |= options.check(cls, group)
     names: tuple[str, ...] = checkpoint.select(cls, {**group, "plan": "fp32"}, p)[2].states
     return names
 

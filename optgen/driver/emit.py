@@ -465,7 +465,7 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         flags=flags,
         plans=plans,
         default_plan=defaults,
-        formulas=tuple(let.line for let in spec.trace().lets),
+        rule=spec.source.body,
         rebuild=f"optgen build {spec.name}",
         evaluation=_evaluation(spec),
         blocks=spec.blocks,

@@ -33,8 +33,9 @@ class BrokenOff:
     before   the same of the attempt before, where this one was to do the rest of it
 
     A gradient that is the same object at the same version, of the same sum of bits, is the one that was stepped with:
-    nothing is kept alive for that.  (Graphs, collectives and `.data` write without moving versions.)  Parts of tensors
-    on several ranks are stepped again, since the other ranks wait for them.
+    nothing is kept alive for that.  (Graphs, collectives and `.data` write without moving versions.)  Of a DTensor that
+    is its part on this rank; where ranks send one another something in its step, they agree on what was made (sharding.
+    agreed).  A parameter may have made the step without a gradient here, with one of other ranks.
     """
 
     def __init__(
@@ -48,33 +49,40 @@ class BrokenOff:
         self.done, self.at_work = list(done), list(at_work)
         finished, begun = {id(s) for s in done}, {id(s) for s in at_work}
         self._made: dict[Tensor, tuple[weakref.ref[Tensor], int, int | None]] = {}
+        self._without: set[Tensor] = set()
         names: list[str] = []
         left: list[str] = []
         unsure: list[str] = []
         self._again = 0
         for entry in entries:
             p, g = entry.p, entry.p.grad
-            if g is None:
-                continue
             own = id(states.get(p))
             if own in finished or (before is not None and before.made(p, g)):
                 names.append(repr(entry.name))
-                if sharding.is_sharded(p) or g.is_inference():
+                if g is None:
+                    self._without.add(p)
+                elif g.is_inference():
                     self._again += 1
                 else:
-                    self._made[p] = (weakref.ref(g), g._version, _bits(g))
+                    here = sharding.local(g)
+                    self._made[p] = (weakref.ref(g), here._version, _bits(here))
+                continue
+            if g is None:
                 continue
             left.append(repr(entry.name))
             if own in begun:
                 unsure.append(repr(entry.name))
         self._names, self._left, self._unsure = names, left, unsure
 
-    def made(self, p: Tensor, g: Tensor) -> bool:
-        """Whether p has made the step with this very gradient."""
+    def made(self, p: Tensor, g: Tensor | None) -> bool:
+        """Whether p has made the step with this very gradient; None: with those of other ranks."""
+        if g is None:
+            return p in self._without
         found = self._made.get(p)
-        if found is None or found[0]() is not g or g._version != found[1]:
+        if found is None or found[0]() is not g:
             return False
-        return found[2] is None or _bits(g) in (found[2], None)
+        here = sharding.local(g)
+        return here._version == found[1] and (found[2] is None or _bits(here) in (found[2], None))
 
     def __str__(self) -> str:
         said = f"{_counted(self._names)} made the step, {_counted(self._left)} not"

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from optgen.runtime import blocks, foreign, layout, low_bits, options, plans, sh
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float
+from optgen.runtime.warn import warn
 
 Groups = list[dict[str, Any]]
 Migration = Callable[[dict[str, Any], dict[Any, Any]], tuple[dict[str, Any], dict[Any, Any]]]
@@ -113,7 +113,7 @@ def read(
     Nothing in the result is shared with `saved` but Python's immutable values.  ValueError lists all misfits.
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
-    saved_groups, saved_state = _parts(saved, misfits)
+    saved_groups, saved_state = parts(saved, misfits)
     old = _before_axes(saved_groups)
     saved_groups, saved_state = _present(saved_groups, saved_state, misfits)
     order = _match(groups, saved_groups, misfits)
@@ -145,10 +145,10 @@ def read(
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
     if missing and loaded.states:
-        warnings.warn(
+        warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
             f"({', '.join(missing[:SHOWN])}{', ...' if len(missing) > SHOWN else ''}): they start anew",
-            stacklevel=3,
+            cls,
         )
     return loaded
 
@@ -193,7 +193,8 @@ def opened(cls: Any, saved: Any) -> dict[str, Any]:
     return dict(saved)
 
 
-def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+    """(groups, states by the parameters' numbers) of a state dict; ValueError where it is built otherwise."""
     groups, entries = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, Sequence) or not all(
         isinstance(g, Mapping) and isinstance(g.get("params"), Sequence) for g in groups
@@ -203,10 +204,15 @@ def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str
         misfits.add("expected 'state': a dict by parameter number")
     misfits.stop()
     assert isinstance(groups, Sequence) and isinstance(entries, Mapping)
+    seen: set[Any] = set()
     for i, group in enumerate(groups):
         for number in group["params"]:
-            if not isinstance(number, Hashable) or isinstance(number, Tensor):
+            if not _is_key(number):
                 misfits.add(f"group {i}: expected numbers of parameters in 'params', got {_short(number)}")
+            elif number in seen:
+                misfits.add(f"group {i}: expected each parameter once in 'params', {_short(number)} is there again")
+            else:
+                seen.add(number)
         names = group.get("param_names")
         if names is None:
             continue
@@ -216,6 +222,22 @@ def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str
             misfits.add(f"group {i}: expected {len(group['params'])} names in 'param_names', got {len(names)}")
     misfits.stop()
     return list(groups), entries
+
+
+def _is_key(number: object) -> bool:
+    """Whether a dict finds it by its value."""
+    if isinstance(number, Tensor):
+        return False
+    try:
+        hash(number)
+    except TypeError:
+        return False
+    return True
+
+
+def has_values(value: Tensor) -> bool:
+    """Whether a tensor has memory with a place for each of its elements."""
+    return value.layout is torch.strided and not value.is_meta
 
 
 def _is_there(entry: object) -> bool:
@@ -305,12 +327,12 @@ def _take_overrides(
     changed = _take("overrides", plans.own, groups, merged, saved, order)
     if changed:
         label, was, now = changed[0]
-        warnings.warn(
+        warn(
             f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
             f"`overrides` of this optimizer say, and is followed: {label!r} under {_named(str(now))}, not "
             f"{_named(str(was))}{' (and others)' if len(changed) > 1 else ''}; `optgen convert` gives a checkpoint "
             f"another plan",
-            stacklevel=4,
+            cls,
         )
 
 
@@ -322,11 +344,11 @@ def _take_blocks(
     if changed:
         label, was, now = changed[0]
         was, now = (f"{count} blocks" if count else "a block for each row" for count in (was, now))
-        warnings.warn(
+        warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has {len(changed)} parameters in other blocks than the "
             f"`blocks` of this optimizer say, and is followed: {label!r} in {now}, not {was}"
             f"{' (and others)' if len(changed) > 1 else ''}",
-            stacklevel=4,
+            cls,
         )
 
 
@@ -427,6 +449,11 @@ def _load_one(
     found = {key: value for key, value in entry.items() if value is not None}
     if not found:
         return None
+    for key, value in found.items():
+        if isinstance(value, Tensor) and not has_values(value):
+            kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+            misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
+            return None
     try:
         plan_name, plan, variant = select(cls, group, p, label)
         errors = None if own else found.get("error_bits")

@@ -27,7 +27,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import checkpoint, layout, low_bits, plans, sharding
+from optgen.runtime import checkpoint, layout, low_bits, options, plans, sharding
+from optgen.runtime.content import problem
 from optgen.runtime.misfits import Misfits
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.records import dtype_of
@@ -39,6 +40,12 @@ VERSION = 1
 MARK = b"optgen checkpoint sha256 "
 COMMENT = len(MARK) + 64
 END = 22  # bytes of a zip archive's end record without its comment
+
+UNREADABLE = (
+    UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
+    ArithmeticError, MemoryError, struct.error,
+)  # fmt: skip
+"""What torch.load raises where bytes are no pickle that it wrote, or not all of it: it runs whatever they say."""
 
 Path_ = str | os.PathLike[str]
 
@@ -156,8 +163,8 @@ def _readings(optimizer: Optimizer) -> list[list[Any]]:
                 if key not in smallest or p.numel() < smallest[key][0]:
                     smallest[key] = p.numel(), position, group, p, name
     found = []
-    for _, at, options, p, name in smallest.values():
-        values = _decoded(type(optimizer), options, p, optimizer.state[p], name)
+    for _, at, chosen, p, name in smallest.values():
+        values = _decoded(type(optimizer), chosen, p, optimizer.state[p], name)
         found += [[at, name, numbers] for name, numbers in values.items()]
     return found
 
@@ -189,13 +196,19 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
     lines = []
     for at, name, values in facts["readings"]:
         old_group, place, number = rows[at]
-        group, entries = checkpoint.migrated(old_group, {number: saved["state"].get(number, {})})
+        kept = saved["state"].get(number)
         one = facts["parameters"][at]
-        p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]))
+        if not isinstance(kept, Mapping):
+            continue
+        if not all(checkpoint.has_values(value) for value in kept.values() if isinstance(value, Tensor)):
+            continue
         try:
+            group, entries = checkpoint.migrated(old_group, {number: kept})
+            group = {**group, **options.check(cls, {**defaults, **group})}
+            p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]))
             label = _label(group, place, at)
             now = _decoded(cls, {**defaults, **group}, p, entries[number], label).get(name, values)
-        except (TypeError, ValueError):  # no such plan, or not for this dtype
+        except (TypeError, ValueError, RuntimeError):  # no such plan, or not for this dtype; no room for such a shape
             continue
         # Far more than machines differ by, far less than the codes of one curve differ from those of another.
         for old, new in zip(values, now, strict=True):
@@ -250,8 +263,11 @@ def read(path: Path_) -> dict[str, Any]:
     version = content.get("optgen_checkpoint")
     if version is None:
         raise CheckpointError(f"{path} is no optgen checkpoint")
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise CheckpointError(f"{path}: expected a file of version {VERSION}, got {version}: made by a newer optgen?")
+    lacks = problem(content)
+    if lacks:
+        raise CheckpointError(f"{path} is no whole checkpoint: {lacks}")
     return content
 
 
@@ -361,10 +377,11 @@ def load_torch(path: Path) -> dict[str, Any]:
     _check_begin(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+    except (*UNREADABLE, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is what a cut archive is to torch
             raise
-        raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path} cannot be loaded: {said}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")
     return found

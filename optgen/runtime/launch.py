@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +41,7 @@ from optgen.runtime import (
 )
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
+from optgen.runtime.warn import warn
 from optgen.runtime.workspace import Workspace, matrices
 
 TILES = 4
@@ -239,18 +239,33 @@ class Tables:
     """What a bucket's kernels read: one table for C++, several launches for Triton; `staged`: of a step that takes
     more than one kernel.
 
+    known    the signature, but for what has moved since
     scalars  of a step that is counted on the device
     numbers  tables of numbers that a step of one kernel reads
     spare    pinned memory on the host, a tensor per table of addresses (see `stock`)
+    moved    the gradients' addresses now, of those of these numbers
     """
 
-    signature: Signature
+    known: Signature
     launches: list[Launch]
     table: cpu.Table | None = None
     staged: stages.Plan | None = None
     scalars: control.Control | None = None
     numbers: tuple[Tensor, ...] = ()
     spare: list[Tensor] = field(default_factory=list)
+    moved: tuple[Sequence[int], Tensor] | None = None
+
+    @property
+    def signature(self) -> Signature:
+        """What the tables hold.  Where gradients lie elsewhere at every step, nobody asks."""
+        if self.moved is not None:
+            shapes, streams, columns, places, dims = self.known
+            now = list(columns[1])
+            for i, address in zip(self.moved[0], self.moved[1].tolist(), strict=True):
+                now[i] = address
+            self.known = shapes, streams, [columns[0], now, *columns[2:]], places, dims
+            self.moved = None
+        return self.known
 
     def sent(self) -> list[Tensor]:
         """The tables of addresses on the device."""
@@ -468,21 +483,19 @@ class _Kernels(ABC):
         """See replay.Start."""
         if not table.tensors:
             return
-        tables, (shapes, streams, columns, places, dims) = self.tables, self.tables.signature
+        tables = self.tables
         if self._following is None:
             self._following = self._parts()
             self._gradients = torch.frombuffer(table.rows, dtype=torch.int64).view(-1, table.width)[:, 1]
-            self._live = [i for i, shape in enumerate(shapes) if math.prod(shape)]
+            self._live = [i for i, shape in enumerate(tables.signature[0]) if math.prod(shape)]
         with guard(self.device):
             made = [one.follow(self._gradients, sent) for one, sent in zip(self._following, tables.sent(), strict=True)]
-        now = list(columns[1])
-        for i, address in zip(self._live, self._gradients.tolist(), strict=True):
-            now[i] = address
-        tables.signature = shapes, streams, [columns[0], now, *columns[2:]], places, dims
+        tables.moved = self._live, self._gradients.clone()
         if tables.staged is not None:
             stages.take(tables.staged, made[0])
         else:
-            tables.launches = [replace(x, table=new) for x, new in zip(tables.launches, made, strict=True)]
+            for launch, new in zip(tables.launches, made, strict=True):
+                launch.table = new
         if tables.scalars is not None:
             tables.stock()
 
@@ -603,7 +616,7 @@ def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Co
 
 @functools.cache
 def _warn_slow(reason: str) -> None:
-    warnings.warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}", stacklevel=2)
+    warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}")
 
 
 def meaning(option: str) -> str:

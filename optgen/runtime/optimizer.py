@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -44,6 +44,7 @@ from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket, run_reference
 from optgen.runtime.plans import Label, PlanOption, Recorded
 from optgen.runtime.records import Flag, Hyper, Variant, as_float, dtype_name
+from optgen.runtime.warn import warn
 
 GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Gradient dtypes that kernels read; fp64 is converted to fp32."""
@@ -420,12 +421,12 @@ class Optimizer(torch.optim.Optimizer):
             group["overrides"] = (*group.get("overrides", ()), *decided)
         self._marks = newest
         if late:
-            warnings.warn(
+            warn(
                 f"{type(self).__name__}: {state.label(late[0].p, late[0].name)}"
                 + (f" and {len(late) - 1} more" if len(late) > 1 else "")
                 + " had made steps when keep_states_fp32 was called for its module: its states stay as they are.  Call "
                 "it before the first step",
-                stacklevel=3,
+                type(self),
             )
 
     def _refuse_vectors(self, tensors: list[Tensor], group: dict[str, Any], names: list[Label]) -> None:
@@ -456,12 +457,17 @@ class Optimizer(torch.optim.Optimizer):
             _, plan, variant = checkpoint.select(cls, group, p, name)
             if not flattened:
                 self._shard(variant, p, None, first + i, name)
-            elif variant.stages or variant.stochastic or variant.block > 1 or plans.small_numel(plan):
-                raise ValueError(
-                    f"{cls.__name__}: {state.label(p, name)} was flattened and cut by FullyShardedDataParallel: its "
-                    f"rows are lost, which this rule or plan needs; use torch.distributed.fsdp.fully_shard, or an "
-                    f"element-wise rule under a plan without blocks and random bits (fp32, fp32_master)"
-                )
+            else:
+                self._refuse_flattened(p, name, plan, variant)
+
+    def _refuse_flattened(self, p: Tensor, name: Label, plan: ModuleType, variant: Variant) -> None:
+        """ValueError for a piece of a flattened parameter that is to be stepped by more than its elements."""
+        if variant.stages or variant.stochastic or variant.block > 1 or plans.small_numel(plan):
+            raise ValueError(
+                f"{type(self).__name__}: {state.label(p, name)} was flattened and cut by FullyShardedDataParallel: its "
+                f"rows are lost, which this rule or plan needs; use torch.distributed.fsdp.fully_shard, or an "
+                f"element-wise rule under a plan without blocks and random bits (fp32, fp32_master)"
+            )
 
     def _entries(self) -> Iterator[Entry]:
         position = 0
@@ -606,16 +612,20 @@ class Optimizer(torch.optim.Optimizer):
         """Warns, once, of parameters that cannot get gradients any more, and where no step had any to begin with."""
         if self._strays is None:
             return
-        owner, said = type(self).__name__, ""
+        owner, text = type(self).__name__, ""
         self._strays = 0 if found.trained else self._strays + 1
         if found.places and (found.others_live if found.trained else self._strays >= strays.IDLE):
             labels = [state.label(e.p, e.name) for e in self._entries() if e.position in found.places]
-            said = strays.nothing_refers(owner, labels, found.trained)
-        elif self._strays == strays.IDLE and not self.state:
-            said = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
-        if said:
+            text = strays.nothing_refers(owner, labels, found.trained)
+        elif self._strays == strays.IDLE and not self.state and not self._has_pieces():
+            text = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
+        if text:
             self._strays = None
-            warnings.warn(said, stacklevel=4)
+            warn(text, type(self))
+
+    def _has_pieces(self) -> bool:
+        """Whether FullyShardedDataParallel has cut its parameters: those that are trained may all be on other ranks."""
+        return any(rules.is_flattened(entry.p) for entry in self._entries())
 
     def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
         """All that can fail, before anything changes."""
@@ -746,6 +756,8 @@ class Optimizer(torch.optim.Optimizer):
         for b, i in fresh:  # thawed since it was given
             if b.variant.needs_matrix and len(b.params[i].shape) < 2:
                 raise self._no_matrix(b.params[i], b.names[i])
+            if rules.is_flattened(b.params[i]):
+                self._refuse_flattened(b.params[i], b.names[i], b.plan, b.variant)
         whole.collect(buckets.values())
         arenas = self._arenas(fresh)
         groups = self.param_groups
@@ -775,15 +787,32 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: blocks: parameter {name!r} {error}") from None
 
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
-        """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
+        """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros.
+
+        RuntimeError where other ranks have made a parameter's step, and this one has not.
+        """
         wanted = self._senders(sharded)
         if wanted and control.capturing():
             raise RuntimeError(
                 f"{type(self).__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
                 f"step of this rule over parts of tensors, for which the host waits: leave step() out of the graph"
             )
-        found = sharding.agreed(wanted) if wanted else []
-        return {p: torch.zeros_like(p) for p, has in zip(wanted, found, strict=True) if has and p.grad is None}
+        if not wanted:
+            return {}
+        broke_off = self._broke_off
+        made = [broke_off is not None and broke_off.made(p, p.grad) for p in wanted]
+        found = sharding.agreed(wanted, made)
+        parted = [p for p, has, done in zip(wanted, found, made, strict=True) if has == sharding.MADE and not done]
+        if parted:
+            which = {id(entry.p): entry.name for entry in self._entries()}
+            raise RuntimeError(
+                f"{type(self).__name__}: {state.label(parted[0], which[id(parted[0])])}"
+                + (f" and {len(parted) - 1} more" if len(parted) > 1 else "")
+                + " made its step on other ranks before an error broke that off there, and not on this one: the ranks "
+                "have parted, go on from a checkpoint"
+            )
+        lacking = [p for p, has in zip(wanted, found, strict=True) if has == sharding.TO_MAKE and p.grad is None]
+        return {p: torch.zeros_like(p) for p in lacking}
 
     def _senders(self, sharded: type) -> list[Any]:
         """The trainable parameters in whose step ranks send one another something."""

@@ -15,8 +15,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import types
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import is_
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from optgen.runtime import control, cpu, keys, native, options, sharding
 from optgen.runtime.bucket import Bucket
@@ -42,18 +45,65 @@ _NAMES = ("grad", "is_neg", "_local_tensor", "_spec", "mesh", "placements")
 """What the library asks of tensors, and of DTensors."""
 
 
+_ASKED = ("dim", "sizes", "strides", "dtype", "device_type", "device_index", "layout", "data_ptr")
+"""What is asked of torch's stable functions about tensors, aoti_torch_get_..."""
+
+_DEVICES = 2**32 - 1
+"""The bits of a device's number that say its kind."""
+
+
+class Shim(ctypes.Structure):
+    """These functions, and what the library has to know to call them; all zeros where that cannot be had."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in _ASKED],
+        ("at", ctypes.c_int64), ("types", ctypes.c_int64 * 2), ("dtypes", ctypes.c_int64 * 64),
+        ("devices", ctypes.c_int64 * 64),
+    ]  # fmt: skip
+
+    @classmethod
+    def found(cls) -> Shim:
+        made = cls()
+        samples = [torch.empty((2, 3), device="cpu").t(), Parameter(torch.empty((2, 3), device="cpu").t())]
+        places = {_place(sample, sample._cdata) for sample in samples}
+        try:
+            library = ctypes.CDLL(torch._C.__file__)  # and all that it is linked with
+            functions = [ctypes.cast(getattr(library, f"aoti_torch_get_{name}"), ctypes.c_void_p) for name in _ASKED]
+        except (AttributeError, OSError, TypeError):
+            return made
+        if len(places) > 1 or 0 in places or sys.platform != "linux":
+            return made
+        for name, function in zip(_ASKED, functions, strict=True):
+            setattr(made, name, function)
+        made.types[:] = [id(type(sample)) for sample in samples]
+        made.at = places.pop()
+        return made
+
+    def ask(self, name: str, tensor: Tensor) -> int:
+        """A number of a tensor of these types."""
+        function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))(getattr(self, name))
+        answer = ctypes.c_int32()
+        return answer.value if not function(id(tensor) + self.at, ctypes.byref(answer)) else -1
+
+    def learn(self, name: str, table: Any, tensor: Tensor, number: int) -> None:
+        """Notes DLPack's number for torch's."""
+        if self.at and type(tensor) in (Tensor, Parameter) and number >= 0 and 0 <= self.ask(name, tensor) < len(table):
+            table[self.ask(name, tensor)] = number
+
+
 class Probe:
-    """The library, and torch's reader of tensors."""
+    """The library, and torch's readers of tensors."""
 
     def __init__(self, library: ctypes.CDLL, reader: int) -> None:
-        self.reader, self.pointer = reader, _pointer()
+        self.reader, self.pointer, self.shim = reader, _pointer(), Shim.found()
+        self._shim = ctypes.byref(self.shim)
         self._codes: dict[torch.dtype, int] = {}
         self._dtype = library.optgen_dtype
         self._dtype.restype, self._dtype.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
         self.compare = library.optgen_replay
         self.compare.restype = ctypes.c_int64
         self.compare.argtypes = (
-            *[ctypes.py_object] * 4, ctypes.c_void_p, ctypes.py_object, *[ctypes.c_void_p] * 5,
+            *[ctypes.py_object] * 4, ctypes.c_void_p, ctypes.py_object, *[ctypes.c_void_p] * 7,
         )  # fmt: skip
         strings: Any = ctypes.py_object * len(_NAMES)
         self.names = strings(*_NAMES)
@@ -61,16 +111,27 @@ class Probe:
         self._device.restype, self._device.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
         self.moved = (ctypes.c_int64 * 2)()
         self._moved = ctypes.byref(self.moved)
+        self.slots = (ctypes.c_int64 * 3)()
+        self._slots = ctypes.byref(self.slots)
 
     def code(self, dtype: torch.dtype) -> int:
         """DLPack's number of a dtype; -1 where it has none."""
         if dtype not in self._codes:
-            self._codes[dtype] = self._dtype(torch.empty(0, dtype=dtype, device="cpu"), self.reader)
+            sample = torch.empty(0, dtype=dtype, device="cpu")
+            self._codes[dtype] = self._dtype(sample, self.reader)
+            self.shim.learn("dtype", self.shim.dtypes, sample, self._codes[dtype])
         return self._codes[dtype]
+
+    def know(self, sharded: Any) -> None:
+        """Notes where DTensors have their part and their spec, seen at one of them."""
+        if not self.slots[0]:
+            found = [_slot(sharded, name) for name in ("_local_tensor", "_spec")]
+            self.slots[:] = [id(type(sharded)) if any(found) else 0, *found]
 
     def device(self, tensor: Tensor) -> int:
         """DLPack's numbers of its device; -1 where it has none."""
         found: int = self._device(tensor, self.reader)
+        self.shim.learn("device_type", self.shim.devices, tensor, found & _DEVICES if found >= 0 else found)
         return found
 
 
@@ -105,6 +166,23 @@ def _reader() -> int | None:
     if ctypes.c_uint32.from_address(api).value != 1:
         return None
     return ctypes.c_void_p.from_address(api + 5 * ctypes.sizeof(ctypes.c_void_p)).value
+
+
+def _slot(x: Any, name: str) -> int:
+    """At which byte of x, and so of all instances of its very type, there stands the address of an attribute that the
+    type has a slot for; 0 where it has none, or that is not to be seen."""
+    if not isinstance(getattr(type(x), name, None), types.MemberDescriptorType):
+        return 0
+    return _place(x, id(getattr(x, name)))
+
+
+def _place(x: Any, value: int) -> int:
+    """At which byte of x a number stands; 0 where that is not clear, or its type does not stand where it is looked
+    for."""
+    word = ctypes.sizeof(ctypes.c_void_p)
+    words = (ctypes.c_int64 * (type(x).__basicsize__ // word)).from_address(id(x))
+    places = [i for i, found in enumerate(words) if found == value]
+    return word * places[0] if len(places) == 1 and words[1] == id(type(x)) and word == 8 else 0
 
 
 def _pointer() -> int | None:
@@ -222,7 +300,9 @@ class Part:
         # Where there are host states, the host does not know them.
         self.counter = made.counter if made.room is not None and not bucket.variant.host_names else None
         self.device = bucket.device
-        self.written = [*bucket.params, *(shard.p for shard in bucket.shards if shard is not None)]
+        # Of a DTensor, as torch does, the version of the whole moves, not that of the part.
+        written = zip(bucket.params, bucket.shards, strict=True)
+        self.written = [p if shard is None else shard.p for p, shard in written]
         self.slot, self.entries = slot, entries
         self.host, count = bucket.variant.host_for(True)
         self.scalars = (ctypes.c_float * count)()
@@ -293,6 +373,8 @@ class Replay:
 
     specs   how DTensors lie: kept, so that no other object takes their place in memory
     frozen  parameters for which ranks may wait for one another once they are trained
+    quiet   what holds while tensors are compared: DTensors are asked for attributes as plain tensors are, which torch
+            would look up a function for each time (a third of the comparison)
     """
 
     def __init__(
@@ -307,6 +389,7 @@ class Replay:
         self.scaled = scaled
         self.specs: list[object] = []
         self.frozen: list[Tensor] = []
+        self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.around = _around(parts)
         self.script = array("q")
         self.numbers = array("q")
@@ -331,11 +414,13 @@ class Replay:
         probe, grads, entries = self.probe, self.grads, self.entries
         lists = [group["params"] for group in groups]
         try:
-            if probe.compare(
-                lists, state, grads, entries, probe.names, None,
-                self.script.buffer_info()[0], self.numbers.buffer_info()[0],
-                probe.reader, probe.pointer, probe._moved,
-            ):  # fmt: skip
+            with self.quiet():
+                differs = probe.compare(
+                    lists, state, grads, entries, probe.names, None,
+                    self.script.buffer_info()[0], self.numbers.buffer_info()[0],
+                    probe.reader, probe.pointer, probe._shim, probe._slots, probe._moved,
+                )  # fmt: skip
+            if differs:
                 return False
             moved, shifted = probe.moved
             if shifted and self.starts:  # launches depend on it
@@ -415,6 +500,7 @@ def record(
             else:
                 bucket, spec = made[place[0]].bucket, 0
                 if bucket.shards[place[1]] is not None:
+                    library.know(p)
                     kept.specs.append(p._spec)
                     spec = id(p._spec)
                 here = bucket.params[place[1]]
@@ -448,6 +534,8 @@ def record(
         kept.values += [first[name] for name in part.names]
     if any(library.code(dtype) < 0 for dtype in library._codes):
         return None
+    if kept.specs and all(type(p) in (Tensor, Parameter, sharding.kind()) for group in groups for p in group["params"]):
+        kept.quiet = torch._C.DisableTorchFunctionSubclass
     kept.script.extend(script)
     kept.numbers.extend(map(id, kept.values))
     return kept

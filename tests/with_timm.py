@@ -1,0 +1,103 @@
+"""What is asked of generated optimizers under timm itself: `python -m tests.with_timm`, run by test_frameworks.
+
+timm and torchvision are taken from the environment, or from its folder `FOLDER`, into which `make setup` puts them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(sys.prefix) / "frameworks"
+
+LIBRARIES: list[Any] = []
+"""Kept: operators end with the library that defined them."""
+
+
+def missing() -> str | None:
+    """A package that is not here; None: all are."""
+    for name in ("timm", "torchvision"):
+        if importlib.util.find_spec(name) is None and not (FOLDER / name).is_dir():
+            return name
+    return None
+
+
+def prepared() -> ModuleType:
+    """The example; before it the names of torchvision's operators, where their library is for another build of torch
+    and torchvision stops when it looks them up.  Nothing here calls them."""
+    sys.path.append(str(FOLDER))
+    if not torch.backends.cuda.is_built():
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        LIBRARIES.append(library)
+    from tests.test_frameworks import example
+
+    return example("timm_groups")
+
+
+def stopped_and_resumed(example: ModuleType) -> None:
+    """By timm's own saver: bit for bit one run."""
+    from timm.models import resume_checkpoint
+    from timm.utils import CheckpointSaver
+
+    from tests.test_frameworks import same_states, same_weights
+
+    whole, part, rest = example.network(), example.network(), example.network()
+    ends = example.optimizer(whole)
+    example.train(whole, ends, 0, 8)
+    stopped = example.optimizer(part)
+    example.train(part, stopped, 0, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        CheckpointSaver(part, stopped, checkpoint_dir=folder, recovery_dir=folder).save_checkpoint(4)
+        resumed = example.optimizer(rest)
+        epoch = resume_checkpoint(rest, f"{folder}/last.pth.tar", resumed, log_info=False)
+    assert epoch == 5  # the one after that which was saved
+    assert same_states(stopped.state_dict(), resumed.state_dict())
+    example.train(rest, resumed, 4, 8)
+    assert same_weights(whole, rest)
+    assert same_states(ends.state_dict(), resumed.state_dict())
+    assert torch.uint8 in {v.dtype for kept in ends.state.values() for v in kept.values() if isinstance(v, Tensor)}
+
+
+def beside_torchs(example: ModuleType) -> None:
+    """Groups with a decay of rates and a schedule, and the first step of the AdamW of torch that timm makes."""
+    model, other = example.network(), example.network()
+    ours = example.optimizer(model, plan="fp32", betas=(0.9, 0.999))
+    theirs = example.optimizer(other, "adamw")
+    assert type(theirs) is torch.optim.AdamW
+    assert [group["lr_scale"] for group in ours.param_groups] == [group["lr_scale"] for group in theirs.param_groups]
+    assert len({group["lr_scale"] for group in ours.param_groups}) > 2
+    example.train(model, ours, 4, 5)
+    example.train(other, theirs, 4, 5)
+    pairs = dict(zip(model.parameters(), other.parameters(), strict=True))
+    for group, like in zip(ours.param_groups, theirs.param_groups, strict=True):
+        assert group["lr"] == like["lr"] > 0
+        for p in group["params"]:
+            # The first step is lr * (about the sign of g): an update of at most lr, whose ten-odd roundings are half
+            # an ulp each in both, and two roundings of the weight.
+            slack = 2 * 16 * 2**-24 * group["lr"] + 4 * 2**-24 * p.detach().abs()
+            assert ((p - pairs[p]).abs() <= slack).all()
+
+
+CHECKS = {"stopped_and_resumed": stopped_and_resumed, "beside_torchs": beside_torchs}
+
+
+def main() -> None:
+    made = prepared()
+    for name, check in CHECKS.items():
+        check(made)
+        print(f"ok {name}")
+
+
+if __name__ == "__main__":
+    main()
