@@ -86,7 +86,7 @@ class LogMax(PseudoLog):
         Between a and b the square does where the upper one has probability f (2 a + f (b - a)) / (a + b), which is
         f - f (1 - f) (b - a) / (a + b).
         """
-        ratio = 2.0 ** (self.octaves / self.codes)
+        ratio: float = 2.0 ** (self.octaves / self.codes)
         return (ratio - 1) / (ratio + 1)
 
     @property
