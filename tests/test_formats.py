@@ -310,14 +310,33 @@ def exact_code(fmt: Format, x: Tensor) -> Tensor:
         return code + fmt.bias
     if isinstance(fmt, LogMax):
         first = fmt.lowest + (parts["peak"].long() - fmt.codes) * fmt.step
-        # What lies below the grid's beginning is raised to it.
-        return ((x.sqrt().view(torch.int32).long() - first) / fmt.step).double().clamp(min=0)
+        # What lies below the grid's beginning is raised to it; between two points the lower one has more.
+        code = ((x.sqrt().view(torch.int32).long() - first) / fmt.step).double().clamp(min=0)
+        return code - fmt.lean * (code % 1) * (1 - code % 1)
     assert isinstance(fmt, LogMinMax)
     pattern = (x.sqrt() if fmt.of == "sqrt" else x).view(torch.int32).long()
     header = parts["range"].int().long() & 0xFFFF
     start = ((header >> 8) << fmt.unit) + fmt.lowest
     # What lies below the block's first cell is raised to it.
     return ((pattern - start) * (header & 0xFF) / 2.0**fmt.unit - 0.5).clamp(min=0)
+
+
+@pytest.mark.parametrize(("bits", "octaves"), [(2, 1.5), (3, 2.5), (4, 3.0)])
+def test_squares_on_a_fixed_grid_keep_their_mean(bits: int, octaves: float) -> None:
+    """To what the pseudo-logarithm bends: between a and b = a (1 + d) the exact lean is d / (2 + d)."""
+    fmt = LogMax(bits, 64, octaves)
+    root = torch.exp2(-torch.linspace(0, 1.5, 64) * octaves / 2).view(1, 1, 64)
+    draws = torch.arange(1 << fmt.noise_bits, dtype=torch.int32)[:, None, None]
+    kept = fmt.decode(fmt.encode(root.square().expand(len(draws), 1, 64), noise=noise(fmt.noise_bits, draws)))
+    ends = kept.sqrt().amin(0), kept.sqrt().amax(0)
+    straight = torch.frexp(ends[0]).exponent == torch.frexp(ends[1]).exponent  # at powers of two the logarithm bends
+    assert straight.sum() > 16
+    error = (kept.double().mean(0) / root[0].square().double() - 1)[straight]
+    cell = octaves / fmt.codes
+    gaps = (cell / 2, cell)  # d at the end and at the beginning of an octave, or between
+    bend = max(abs(d / (2 + d) - fmt.lean) for d in gaps)
+    assert float(error.abs().max()) <= bend * 0.25 * ((1 + cell) ** 2 - 1) + 2.0**-fmt.noise_bits
+    assert float(error.abs().max()) <= 0.6 * (0.25 * cell**2)  # what roots that keep their mean would leave
 
 
 @pytest.mark.parametrize("fmt", [f for f in SIGNED if f.block > 1], ids=name_of)

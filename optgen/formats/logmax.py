@@ -32,10 +32,12 @@ class LogMax(PseudoLog):
 
     That is the point at or above it stochastically, the nearest one to nearest.
 
-    With N = 2^b - 1 and a cell of octaves / N octaves, the relative error of the root is at most half a cell to
-    nearest and a cell stochastically.  What lies more than `octaves` less a cell below the block's maximum may read as
-    the lowest code, which is larger; so does what lies under 2^-126.  Never decodes to 0: only a fresh state, number 0,
-    does.  Values above 2^128 less two cells saturate; Inf and NaN read as some value within the range of their block.
+    With N = 2^b - 1 and a cell of octaves / N octaves, the relative error of the root is at most half a cell to nearest
+    and a cell stochastically.  Stochastically the square of the root has the mean that it should, to second order in
+    a cell: an average of squares that is stored at each step would grow otherwise.  What lies more than `octaves` less
+    a cell below the block's maximum may read as the lowest code, which is larger; so does what lies under 2^-126.
+    Never decodes to 0: only a fresh state, number 0, does.  Values above 2^128 less two cells saturate; Inf and NaN
+    read as some value within the range of their block.
 
     What was decoded is encoded to the same codes to nearest.  The largest value is never cut: stochastically it
     rises by a cell as any other, and the block's range with it.
@@ -76,6 +78,16 @@ class LogMax(PseudoLog):
     def step(self) -> int:
         """From one grid point to the next, as an integer pattern."""
         return round(self.octaves * 2**23 / self.codes)
+
+    @property
+    def lean(self) -> float:
+        """How much less often than by its distance a root is rounded up, so that its square keeps its mean.
+
+        Between a and b the square does where the upper one has probability f (2 a + f (b - a)) / (a + b), which is
+        f - f (1 - f) (b - a) / (a + b).
+        """
+        ratio: float = 2.0 ** (self.octaves / self.codes)
+        return (ratio - 1) / (ratio + 1)
 
     @property
     def lowest(self) -> int:
@@ -124,6 +136,8 @@ class LogMax(PseudoLog):
         if noise is None:
             code = cast(rint(exact), i32)
         else:
+            rest = exact - floor(exact)
+            exact = exact - self.lean * rest * (1.0 - rest)
             # As in `Blocked`: the pattern ends with `noise.bits` bits of fraction, the code right above them.
             code = (bits(exact + 1.5 * 2.0 ** (23 - noise.bits)) + noise.integer()) >> noise.bits
         return narrow.cut(code, self.bits) | {"peak": cast(top, i16)}, start, code

@@ -33,7 +33,7 @@ SALTS = (0, 0x3C6EF372, 0x1B873593, 0x5851F42D)
 # Windows end so that nothing can walk in step with the sequence for long: under scales that move finely, endless
 # golden-ratio sequences had up to three times the noise of independent bits in roots of second moments.  256 steps are
 # what the narrowest field has room for (8 bits); no speed of a grid is known at which their noise is more than that of
-# independent bits (tests/test_noise.py), and windows of 32 have 7 to 16 % more error in Adam's updates.  The runtime's
+# independent bits (tests/test_noise.py), and windows of 32 have 3 to 15 % more error in Adam's updates.  The runtime's
 # keys (runtime/keys.py) have the same number, and the reversed bits of the step at their end.
 PLACE = 8
 WINDOW = 1 << PLACE
